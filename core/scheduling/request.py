@@ -1,0 +1,94 @@
+"""A request: what a user asked, with its tokens and state."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from hookline.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. A preempted request is waiting again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; every request ends exactly once with one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request and all its state in the scheduler.
+
+    Attributes:
+        request_id: the engine's own id, unique.
+        prompt_token_ids: the tokens asked; at least one.
+        params: how to choose the next ones.
+        max_total_tokens: prompt plus output may not grow beyond this.
+        eos_token_ids: the model's end tokens, which stop the request unless `params.ignore_eos`.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        output_token_ids: tokens chosen so far; preemption never drops them.
+        computed_tokens: tokens, from the first, whose cache is filled.
+        cached_tokens: of those, how many came from the prefix cache when the request was first scheduled.
+        block_table: ids of the cache blocks in order, owned by this request until the pool releases them.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    cache_salt: bytes = b""
+    output_token_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens that are known."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's part of a step: tokens `start` to `start + count` run.
+
+    Attributes:
+        samples: whether the last of them is the request's last known token, so that the step yields a new one.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """The decision for one step. Requests with one token come first, so that decodes form one contiguous part.
+
+    Attributes:
+        requests: the parts, decodes (count == 1) first.
+        num_decodes: how many at the front have count == 1.
+        num_tokens: sum of the counts.
+        preempted: requests that lost their blocks to make room in this step.
+    """
+
+    requests: tuple[ScheduledRequest, ...]
+    num_decodes: int
+    num_tokens: int
+    preempted: tuple[Request, ...] = ()

@@ -1,0 +1,52 @@
+"""Weight adapters: checkpoint names and values become the names and values that the containers declare.
+
+A checkpoint is a stream of `LazyTensor`s. An adapter takes each and answers none (dropped on purpose), one (renamed,
+reshaped, dequantised) or several (split). It never reads values while it decides, so the same adapter serves both
+loading and the audit of a checkpoint's header.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A checkpoint's tensor that is read when `load` is called, not before.
+
+    Attributes:
+        name: as the checkpoint, or an adapter, calls it.
+        shape: of the tensor that `load` returns.
+        encoding: number format in the file, such as `bfloat16` or `Q4_1`.
+        nbytes: bytes in the file.
+        load: reads the values; the caller owns the result and may keep or change it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: str
+    nbytes: int
+    load: Callable[[], torch.Tensor]
+
+    def renamed(self, name: str) -> LazyTensor:
+        """The same tensor under another name."""
+        return dataclasses.replace(self, name=name)
+
+    def mapped(
+        self, function: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] | None = None
+    ) -> LazyTensor:
+        """The tensor with `function` applied when it is read; `shape` where that changes it."""
+        load = self.load
+        return dataclasses.replace(self, shape=shape or self.shape, load=lambda: function(load()))
+
+
+class WeightAdapter:
+    """The default adapter: names and values stay as they are."""
+
+    def adapt(self, tensor: LazyTensor) -> Iterable[LazyTensor]:
+        """What the containers get for `tensor`; nothing where it is dropped on purpose."""
+        return (tensor,)
