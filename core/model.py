@@ -7,16 +7,19 @@ F feed-forward size, V vocabulary, S block size, R rows whose logits are wanted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from hookline_kernels.linear import pack_linear_weight
+
+from hookline import parallel as sharding
+from hookline.errors import ModelConfigError
+from hookline.parallel import Parallel
 
 if TYPE_CHECKING:
     from hookline.config import EngineConfig
-    from hookline.container import ContainerMap, LayerContainer
-    from hookline.parallel import Parallel
 
 CacheTensors = Mapping[str, torch.Tensor]
 
@@ -49,6 +52,23 @@ class TransformerConfig(ModelConfig):
     head_dim: int
     intermediate_size: int
     norm_eps: float
+
+
+def read_count(hf_config: Mapping[str, Any], name: str, default: int | None = None, limit: int = 2**31) -> int:
+    """A whole number from 1 to `limit` in a checkpoint's config; `default` stands in where the field is absent.
+
+    Raises:
+        ModelConfigError: naming the field and what it holds.
+    """
+    value = hf_config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise ModelConfigError(
+            f"{name} is {value!r}; expected a whole number from 1 to {limit}",
+            hint="The checkpoint's config.json is not sound for this architecture.",
+        )
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +104,11 @@ class ForwardBatch:
         block_tables: [B, blocks] int32; entries past a request's blocks are 0 and never read.
         query_starts: [B + 1] int32, first row of each request; the last entry is T.
         context_lens: [B] int32, tokens in the cache once this step's are written.
-        logits_rows: [R] int64, rows whose logits are wanted.
+        logits_rows: [R] int64, rows whose logits are wanted, rising; R == T means all of them.
         num_decodes: how many requests at the front have one token.
         max_query_len, max_context_len: largest of the batch, known on the host.
+        rope_lengths: [T] int64, max(the prompt's length, position + 1), for rotary types whose angles depend on the
+            length; None for models that do not ask for it.
         cache: group name to one mapping of entry name to tensor [blocks, S, ...] for each layer of the group.
     """
 
@@ -100,9 +122,91 @@ class ForwardBatch:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    rope_lengths: torch.Tensor | None
     cache: Mapping[str, Sequence[CacheTensors]]
 
     @property
     def num_requests(self) -> int:
         """B."""
         return self.context_lens.shape[0]
+
+
+class TransformerModel(ABC):
+    """A decoder on one rank. It is built without weights, and runs once its containers are filled.
+
+    An architecture derives from this class, declares its containers, and writes `forward` on them. The `transform_*` methods
+    take a whole tensor in the canonical layout (docs/containers.md), cut this rank's part and bring it to the layout
+    that the kernels want, on the device.
+    """
+
+    def __init__(self, config: TransformerConfig, engine_config: EngineConfig, parallel: Parallel) -> None:
+        self.parallel = parallel
+        self.dtype: torch.dtype = getattr(torch, engine_config.dtype)
+        self.device = torch.device(engine_config.device)
+        self.shapes = config
+        self.heads = sharding.local_heads(config.num_heads, config.num_kv_heads, parallel)
+
+    @abstractmethod
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """The cache groups that the model needs on this rank."""
+
+    @abstractmethod
+    def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor of a whole checkpoint, as the containers name them.
+
+        Checkpoints are checked against this before anything is read, and random weights are made from it.
+        """
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [R, M], after the last norm, of the batch's `logits_rows`. Fills the cache for every token."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of hidden states [R, M]."""
+
+    def prefix_salt(self, prompt_length: int) -> bytes:
+        """What a cached prefix depends on beside its tokens; prompts share prefixes only where this is equal."""
+        return b""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as a contiguous one of the model's type on its device."""
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _matrix(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight [out, in] (or a bias [out]) in the layout of the linear kernels."""
+        return pack_linear_weight(self.place(tensor)) if tensor.ndim == 2 else self.place(tensor)
+
+    def transform_embedding_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[V, M], whole on every rank."""
+        return self._matrix(param)
+
+    def transform_unembed_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[V, M], this rank's rows."""
+        return self._matrix(sharding.shard_unembed(param, self.parallel))
+
+    def transform_norm_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[M] or [D], whole on every rank."""
+        return self.place(param)
+
+    def transform_qkv_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[(H + 2K) * D, M] or its bias, rows all-Q, all-K, all-V; this rank's heads."""
+        shapes = self.shapes
+        cut = sharding.shard_qkv(param, shapes.num_heads, shapes.num_kv_heads, shapes.head_dim, self.parallel)
+        return self._matrix(cut)
+
+    def transform_attn_out_param(self, param: torch.Tensor) -> torch.Tensor | None:
+        """[M, H * D], this rank's columns; the bias [M] on rank 0 alone."""
+        shapes = self.shapes
+        cut = sharding.shard_attn_out(param, shapes.num_heads, shapes.num_kv_heads, shapes.head_dim, self.parallel)
+        return None if cut is None else self._matrix(cut)
+
+    def transform_mlp_1_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[2F, M] with gate before up, or [F, M], or their bias; this rank's rows."""
+        gated = param.shape[0] == 2 * self.shapes.intermediate_size
+        return self._matrix(sharding.shard_mlp_1(param, self.parallel, gated=gated))
+
+    def transform_mlp_2_param(self, param: torch.Tensor) -> torch.Tensor | None:
+        """[M, F], this rank's columns; the bias [M] on rank 0 alone."""
+        cut = sharding.shard_mlp_2(param, self.parallel)
+        return None if cut is None else self._matrix(cut)

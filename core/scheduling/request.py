@@ -29,6 +29,8 @@ class FinishReason(enum.Enum):
 class Request:
     """One request and all its state in the scheduler.
 
+    The token lists and the block table only change in place.
+
     Attributes:
         request_id: the engine's own id, unique.
         prompt_token_ids: the tokens asked; at least one.
@@ -36,10 +38,16 @@ class Request:
         max_total_tokens: prompt plus output may not grow beyond this.
         eos_token_ids: the model's end tokens, which stop the request unless `params.ignore_eos`.
         cache_salt: requests share cached prefixes only with requests of the same salt.
-        output_token_ids: tokens chosen so far; preemption never drops them.
+        output_token_ids: tokens chosen so far, a stop token included; preemption never drops them.
+        finish_reason: set once, when the status becomes FINISHED.
+        stop_token_id: the token that ended the output, if one did.
         computed_tokens: tokens, from the first, whose cache is filled.
         cached_tokens: of those, how many came from the prefix cache when the request was first scheduled.
+        preemptions: how often it lost its blocks.
+        preempted_at: the computed tokens it had when it last lost its blocks.
         block_table: ids of the cache blocks in order, owned by this request until the pool releases them.
+        max_output_tokens: most new tokens, from all limits together; set by the scheduler when it takes the request.
+        end_token_ids: token ids that end the output, from model and params together.
     """
 
     request_id: str
@@ -55,17 +63,35 @@ class Request:
     computed_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    preempted_at: int = 0
     block_table: list[int] = field(default_factory=list)
+    max_output_tokens: int = field(init=False, default=0)
+    end_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.end_token_ids = eos.union(self.params.stop_token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens that are known."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Known tokens `start` to `stop`, over the border of prompt and output."""
+        prompt = len(self.prompt_token_ids)
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """A request's part of a step: tokens `start` to `start + count` run.
+
+    Not frozen: hundreds are made each step, and a frozen one takes four times as long.
 
     Attributes:
         samples: whether the last of them is the request's last known token, so that the step yields a new one.
@@ -85,7 +111,7 @@ class ScheduledBatch:
         requests: the parts, decodes (count == 1) first.
         num_decodes: how many at the front have count == 1.
         num_tokens: sum of the counts.
-        preempted: requests that lost their blocks to make room in this step.
+        preempted: requests that lost their blocks to make room in this step; one may be back in `requests` already.
     """
 
     requests: tuple[ScheduledRequest, ...]

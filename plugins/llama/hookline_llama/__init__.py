@@ -1,1 +1,1 @@
-"""Triton kernels and their torch references, one file an operation."""
+"""Llama and Mistral for the Hookline inference engine."""

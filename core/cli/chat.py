@@ -1,0 +1,186 @@
+"""`engine chat`: a conversation in the terminal, or from a pipe."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hookline.cli.conversation import Conversation, load_conversation, save_conversation
+from hookline.cli.options import engine_config, engine_options, model_option, sampling_options, sampling_params
+from hookline.cli.prompts import has_chat_template
+from hookline.cli.render import run_figures
+from hookline.cli.starting import start_engine
+from hookline.errors import HooklineError, UsageError
+
+if TYPE_CHECKING:
+    from hookline.engine import Engine
+    from hookline.sampling_params import SamplingParams
+    from hookline.scheduling.output import RequestOutput
+
+_COMMANDS: Mapping[str, str] = MappingProxyType({
+    "/system": "/system TEXT   set the system message, or show it",
+    "/reset": "/reset         forget the conversation, but not the system message",
+    "/stats": "/stats         figures of the last answer, and how full the context is",
+    "/save": "/save FILE     write the conversation as JSON",
+    "/load": "/load FILE     go on with a conversation that was saved",
+    "/help": "/help          this list",
+    "/quit": "/quit          leave; so does Ctrl-D. Ctrl-C stops an answer",
+})
+
+
+@click.command("chat")
+@model_option
+@click.option("--system", metavar="TEXT", help="System message of the conversation.")
+@sampling_options(max_tokens=1024)
+@engine_options
+@click.pass_context
+def chat(ctx: click.Context, model: str, system: str | None, **values: Any) -> None:
+    """Talk with a model. The whole conversation is its context.
+
+    \b
+      engine chat
+      engine chat -m ./my-model --temperature 0.7 --system "Answer in one sentence."
+
+    Lines that begin with / are commands: /system, /reset, /stats, /save, /load, /help, /quit. Ctrl-C stops an answer,
+    Ctrl-D quits. Answers go to stdout, all else to stderr. Lines may also come from a pipe.
+    """
+    start = time.monotonic()
+    params = sampling_params(values)
+    config = engine_config(model, values, ctx.obj)
+    with start_engine(config) as engine:
+        if not has_chat_template(engine):
+            raise UsageError(
+                f"{model} has no chat template, so it cannot chat",
+                hint="Use engine generate --raw, or choose an instruct model.",
+            )
+        session = _Session(engine, params, Conversation(system), time.monotonic() - start)
+        if sys.stdin.isatty():
+            with suppress(ImportError):
+                importlib.import_module("readline")  # line editing in `input`
+            click.echo(f"{model}, {engine.max_model_len} tokens of context. /help lists commands.", err=True)
+        for line in _lines():
+            if not session.take(line):
+                break
+
+
+def _lines() -> Iterator[str]:
+    """What the user writes, without blank lines, until the end of the input."""
+    prompt = ">>> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            click.echo("\nCtrl-D or /quit quits.", err=True)
+            continue
+        if line:
+            yield line
+
+
+class _Session:
+    """The conversation with what serves it."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, conversation: Conversation, load_seconds: float) -> None:
+        self._engine = engine
+        self._params = params
+        self._conversation = conversation
+        self._load_seconds = load_seconds
+        self._last: tuple[RequestOutput, float] | None = None
+
+    def take(self, line: str) -> bool:
+        """Does what a line asks for; false if it asks to quit. Errors are said, and change nothing."""
+        name, _, rest = line.partition(" ")
+        try:
+            if not line.startswith("/"):
+                self._answer(line)
+            elif name == "/quit":
+                return False
+            else:
+                self._command(name, rest.strip())
+        except HooklineError as error:
+            click.echo(f"Error: {error}", err=True)
+        return True
+
+    def _command(self, name: str, argument: str) -> None:
+        if name in ("/save", "/load") and not argument:
+            raise UsageError(f"{name} needs a file", hint=_COMMANDS[name])
+        if name == "/system":
+            if argument:
+                self._conversation.system = argument
+            click.echo(f"System message: {self._conversation.system or 'none'}", err=True)
+        elif name == "/reset":
+            self._conversation = Conversation(self._conversation.system)
+            self._last = None
+            click.echo("The conversation is forgotten.", err=True)
+        elif name == "/stats":
+            self._print_stats()
+        elif name == "/save":
+            save_conversation(self._conversation, argument)
+            click.echo(f"Written to {argument}.", err=True)
+        elif name == "/load":
+            self._conversation = load_conversation(argument)
+            click.echo(f"{len(self._conversation.turns)} messages are loaded.", err=True)
+        elif name == "/help":
+            click.echo("\n".join(_COMMANDS.values()), err=True)
+        else:
+            near = difflib.get_close_matches(name, _COMMANDS, n=3)
+            raise UsageError(
+                f"no command {name!r}", hint=f"Did you mean {' or '.join(near)}?" if near else "Try /help."
+            )
+
+    def _answer(self, text: str) -> None:
+        """Streams the answer to `text` and keeps both, what came of a stopped answer too."""
+        start, shown, stopped = time.monotonic(), "", False
+        messages = self._conversation.asked(text)
+        output: RequestOutput | None = None
+        try:
+            with closing(self._engine.stream(messages, self._params)) as outputs:
+                for output in outputs:
+                    answer = output.outputs[0].text
+                    click.echo(answer[len(shown) :], nl=False)
+                    shown = answer
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            if output is not None:
+                click.echo()
+        if stopped:
+            click.echo("(stopped)", err=True)
+        if output is None:
+            return
+        self._conversation.add(text, shown)
+        self._last = output, time.monotonic() - start
+        if not stopped:
+            self._say_why_it_ended(output)
+
+    def _say_why_it_ended(self, output: RequestOutput) -> None:
+        reason = output.outputs[0].finish_reason
+        if reason == "error":
+            click.echo("(the answer could not be computed)", err=True)
+        if reason != "length":
+            return
+        if self._context_used(output) >= self._engine.max_model_len:
+            full = f"the context of {self._engine.max_model_len} tokens is full"
+            click.echo(f"({full}: /reset begins anew, --max-model-len sets it)", err=True)
+        else:
+            click.echo(f"(cut at --max-tokens {self._params.max_tokens})", err=True)
+
+    def _context_used(self, output: RequestOutput) -> int:
+        return output.usage.prompt_tokens + output.usage.completion_tokens
+
+    def _print_stats(self) -> None:
+        if self._last is None:
+            click.echo("No answer yet.", err=True)
+            return
+        output, seconds = self._last
+        click.echo(run_figures([output], self._load_seconds, seconds, self._engine.memory_plan), err=True)
+        click.echo(f"context      {self._context_used(output)} of {self._engine.max_model_len} tokens", err=True)

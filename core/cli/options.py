@@ -1,0 +1,187 @@
+"""Options that several commands share, and the frozen records that they become. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from hookline.config import EngineConfig, PluginOptions, parse_bytes
+from hookline.model_store import DEFAULT_MODEL
+from hookline.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ENGINE_DEFAULTS = {entry.name: entry.default for entry in dataclasses.fields(EngineConfig)}
+_ENGINE_FIELDS = (
+    *("dtype", "device", "load_format", "max_model_len", "max_batch_tokens", "max_running"),
+    *("block_size", "kv_cache_memory", "prefix_caching", "offline"),
+)
+_SAMPLING_FIELDS = tuple(entry.name for entry in dataclasses.fields(SamplingParams))
+
+
+def _option(*names: str, default: Any = None, **settings: Any) -> Callable[[F], F]:
+    return click.option(*names, default=default, show_default=default is not None, **settings)
+
+
+def _engine_option(name: str, **settings: Any) -> Callable[[F], F]:
+    return _option(f"--{name.replace('_', '-')}", default=_ENGINE_DEFAULTS[name], **settings)
+
+
+_COUNT = click.IntRange(min=1)
+
+model_option = _option(
+    *("-m", "--model", "--model-path", "model"),
+    default=DEFAULT_MODEL,
+    metavar="MODEL",
+    help="A folder, a GGUF file, a snapshot, a pulled model's name, or a hub id (org/name or org/name@revision).",
+)
+
+_ENGINE_OPTIONS = (
+    _engine_option(
+        "dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        help="Type of weights and activations; auto is float32 on a CPU and the checkpoint's own elsewhere.",
+    ),
+    _engine_option("device", metavar="auto|cpu|cuda[:N]", help="Where to run; auto takes a CUDA device."),
+    _engine_option(
+        "load_format",
+        type=click.Choice(["auto", "safetensors", "gguf", "snapshot", "random"]),
+        help="Format of the weights; auto looks at the files, random makes seeded weights from the config alone.",
+    ),
+    _engine_option(
+        "max_model_len",
+        metavar="TOKENS",
+        type=_COUNT,
+        help="Longest prompt plus output.  [default: the model's own context, cut to what the cache holds]",
+    ),
+    _engine_option("max_batch_tokens", metavar="TOKENS", type=_COUNT, help="Token budget of one step."),
+    _engine_option("max_running", metavar="REQUESTS", type=_COUNT, help="Most requests that hold cache at a time."),
+    _engine_option("block_size", metavar="TOKENS", type=_COUNT, help="Tokens a cache block."),
+    _engine_option(
+        "kv_cache_memory",
+        metavar="SIZE",
+        help="Memory of the cache, such as 512MiB or 2GiB.  [default: the memory planner chooses]",
+    ),
+    click.option(
+        "--no-prefix-caching",
+        "prefix_caching",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Do not reuse the cache of earlier requests with the same beginning.",
+    ),
+    click.option("--offline", is_flag=True, help="Never reach the network; a model that is not there is refused."),
+)
+
+_PENALTY_OPTIONS = (
+    _option("--repetition-penalty", type=float, default=1.0, help="Over 1 discourages tokens of prompt and output."),
+    _option("--presence-penalty", type=float, default=0.0, help="-2 to 2, once for each token in the output."),
+    _option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, for each time a token is in the output."),
+    click.option(
+        "--logit-bias",
+        metavar="ID=VALUE",
+        multiple=True,
+        help="Add VALUE, -100 to 100, to the logit of token ID. May be given several times.",
+    ),
+    click.option(
+        "--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Never write TEXT. May be given several times."
+    ),
+)
+
+_STOP_OPTIONS = (
+    click.option("--stop", metavar="TEXT", multiple=True, help="End before TEXT. May be given several times."),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        metavar="ID",
+        type=int,
+        multiple=True,
+        help="End at token ID. May be given several times.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the model's own end tokens."),
+)
+
+_REPORT_OPTIONS = (
+    _option("-n", "n", type=int, default=1, help=f"Continuations of each prompt, at most {MAX_N}."),
+    _option(
+        "--logprobs",
+        metavar="COUNT",
+        type=int,
+        help=f"With --json: each token's log probability and the COUNT likeliest, 0 to {MAX_LOGPROBS}.",
+    ),
+    _option("--prompt-logprobs", metavar="COUNT", type=int, help="The same for the tokens of the prompt."),
+)
+
+
+def _choice_options(max_tokens: int) -> Sequence[Callable[[F], F]]:
+    return (
+        _option("--max-tokens", metavar="TOKENS", type=int, default=max_tokens, help="Most new tokens."),
+        _option("--min-tokens", metavar="TOKENS", type=int, default=0, help="New tokens before an end token may come."),
+        _option(
+            "--temperature", type=float, default=0.0, help="0 takes the likeliest token, 1 draws as the model says."
+        ),
+        _option("--top-k", metavar="COUNT", type=int, default=0, help="Draw from the COUNT likeliest; 0 is all."),
+        _option("--top-p", type=float, default=1.0, help="Draw from the smallest set of this probability, up to 1."),
+        _option("--min-p", type=float, default=0.0, help="Leave out what is below this times the likeliest, 0 to 1."),
+        _option("--seed", type=int, help="Repeat a draw.  [default: from the place of the request in the run]"),
+    )
+
+
+def _all(options: Iterable[Callable[[F], F]], command: F) -> F:
+    for option in reversed(tuple(options)):
+        command = option(command)
+    return command
+
+
+def engine_options(command: F) -> F:
+    """Adds the options that `engine_config` reads."""
+    return _all(_ENGINE_OPTIONS, command)
+
+
+def sampling_options(max_tokens: int) -> Callable[[F], F]:
+    """Adds the options that `sampling_params` reads, with the command's own default of `--max-tokens`."""
+    return lambda command: _all((*_choice_options(max_tokens), *_STOP_OPTIONS, *_PENALTY_OPTIONS), command)
+
+
+def report_options(command: F) -> F:
+    """Adds the sampling options that change what is reported: `-n` and the log probabilities."""
+    return _all(_REPORT_OPTIONS, command)
+
+
+def engine_config(model: str, values: Mapping[str, Any], plugins: PluginOptions | None) -> EngineConfig:
+    """The engine's options.
+
+    Args:
+        model: what `--model` says.
+        values: of the options that `engine_options` adds; others are left alone.
+        plugins: what the options before the command say.
+
+    Raises:
+        UsageError: naming the option whose value is not allowed.
+    """
+    fields = {name: values[name] for name in _ENGINE_FIELDS}
+    if fields["kv_cache_memory"] is not None:
+        fields["kv_cache_memory"] = parse_bytes(fields["kv_cache_memory"], "--kv-cache-memory")
+    return EngineConfig(model=model, plugins=plugins or PluginOptions(), **fields)
+
+
+def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """The sampling options among `values`.
+
+    Raises:
+        InvalidRequestError: naming the option whose value is not allowed.
+        click.BadParameter: if a `--logit-bias` is not of the form ID=VALUE.
+    """
+    fields = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
+    return SamplingParams(**{**fields, "logit_bias": dict(map(_read_bias, fields["logit_bias"]))})
+
+
+def _read_bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}; expected ID=VALUE, such as 11=-100", param_hint="--logit-bias") from None

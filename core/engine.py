@@ -1,0 +1,331 @@
+"""The engine: requests in, steps, outputs out.
+
+A step is three verbs: the scheduler decides, the runner executes, the outputs are updated. Everything else in this
+file puts requests in at the one end and takes results out at the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from hookline.checkpoint.reader import CheckpointReader, Progress
+from hookline.config import EngineConfig
+from hookline.errors import HooklineError, InvalidRequestError
+from hookline.execution.kv_cache import allocate_cache
+from hookline.execution.runner import Runner, StepResult
+from hookline.execution.sampling_state import SamplingState, derive_seed
+from hookline.loading import LoadedModel, load_model, save_snapshot
+from hookline.manual import ManualDriver, SchedulingResult
+from hookline.output_processor import OutputProcessor
+from hookline.sampling_params import SamplingParams
+from hookline.scheduling.block_pool import BlockPool
+from hookline.scheduling.output import RequestOutput
+from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
+from hookline.scheduling.scheduler import Scheduler
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+NO_TOKEN = "the model's logits were no numbers, or the request's own options left no token to choose"
+
+_FAULTS_IN_A_ROW = 3
+
+
+class Engine:
+    """One model, ready to serve.
+
+    Args:
+        config: how to load and run it.
+        reader: weights from somewhere else than `config.model`, such as a `ModuleReader`.
+        progress: is told how far loading has come.
+        max_chunk_tokens, preempt_every: fault switches for tests, passed to the scheduler.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        reader: CheckpointReader | None = None,
+        progress: Progress | None = None,
+        max_chunk_tokens: int | None = None,
+        preempt_every: int | None = None,
+    ) -> None:
+        self._loaded = load_model(config, reader, progress)
+        opened = self._loaded.opened
+        self.config = opened.engine_config
+        self.tokenizer = self._loaded.tokenizer
+        model, architecture = opened.model, opened.architecture
+        planner = architecture.memory_planner(opened.config, self.config)
+        specs = model.cache_specs()
+        self.memory_plan = planner.plan(specs, self._loaded.weights_bytes, self._loaded.available_bytes)
+        self.max_model_len = self.memory_plan.max_model_len
+        self.vocab_size = opened.config.vocab_size
+        cache = allocate_cache(specs, self.memory_plan.num_blocks, self.config.block_size, model.device)
+        self._runner = Runner(model, architecture.batch_processor(opened.config, self.config), cache)
+        self.pool = BlockPool(self.memory_plan.num_blocks, self.config.block_size, self.config.prefix_caching)
+        limits = {"max_batch_tokens": self.config.max_batch_tokens, "max_model_len": self.max_model_len}
+        self.scheduler = Scheduler(
+            self.pool,
+            max_running=self.config.max_running,
+            max_chunk_tokens=max_chunk_tokens,
+            preempt_every=preempt_every,
+            **limits,
+        )
+        self._manual = ManualDriver(self._runner, self.pool, max_requests=self.config.max_running, **limits)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._states: dict[str, SamplingState] = {}
+        self._numbers = itertools.count()
+        self._faults = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.abort_all()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, its plugin and its checkpoint."""
+        return self._loaded
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not been reported as finished yet."""
+        return self.scheduler.has_work or self._outputs.has_news
+
+    # -- requests in ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = False) -> str:
+        """Checks a request and puts it in line.
+
+        Args:
+            prompt: text, token ids, or chat messages, which the checkpoint's chat template turns into text.
+            params: how to choose tokens; greedy by default.
+            stream: report the request at each of its tokens, not only at its end.
+
+        Returns:
+            the id under which `step` reports it.
+
+        Raises:
+            InvalidRequestError: if it can never be served as it stands; nothing has changed then.
+        """
+        params = params or SamplingParams()
+        token_ids = self.encode(prompt)
+        params.check_against(self.vocab_size, len(token_ids), self.max_model_len)
+        number = next(self._numbers)
+        request_id = f"request-{number}"
+        seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
+        bad_word_ids = self._bad_word_ids(params)
+        salt = self._loaded.opened.model.prefix_salt(len(token_ids))
+        children = []
+        for index in range(params.n):
+            child = Request(
+                request_id=f"{request_id}/{index}",
+                prompt_token_ids=list(token_ids),
+                params=params,
+                max_total_tokens=self.max_model_len,
+                eos_token_ids=self._loaded.eos_token_ids,
+                cache_salt=salt,
+            )
+            self.scheduler.add(child)
+            children.append(child)
+            self._states[child.request_id] = SamplingState(
+                params,
+                token_ids,
+                self._loaded.eos_token_ids,
+                self.vocab_size,
+                derive_seed(seed, index) if index else seed,
+                bad_word_ids,
+            )
+        text = prompt if isinstance(prompt, str) else None
+        self._outputs.add(request_id, text, children, stream=stream)
+        return request_id
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, checked against the vocabulary.
+
+        Raises:
+            InvalidRequestError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            ids = self._require_tokenizer().encode(prompt)
+        elif prompt and isinstance(prompt[0], Mapping):
+            ids = self._require_tokenizer().apply_chat_template([dict(m) for m in prompt])  # type: ignore[arg-type]
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
+        if wrong:
+            raise InvalidRequestError(
+                f"prompt holds {wrong[:3]!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
+                field="prompt",
+                hint="The ids may come from another model's tokenizer.",
+            )
+        if not ids:
+            raise InvalidRequestError("the prompt is empty", field="prompt", hint="Give at least one token of text.")
+        return ids
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at once, wherever it stands; false if it is not known or has ended."""
+        children = self._outputs.unfinished(request_id)
+        for child in children:
+            self.scheduler.abort(child.request_id)
+            self._end(child)
+        return bool(children)
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for request_id in self._outputs.request_ids():
+            self.abort(request_id)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """One step over all requests: schedule, execute, update. Gives the requests that have news."""
+        batch = self.scheduler.schedule()
+        if batch.requests:
+            self._outputs.note_scheduled(batch)
+            try:
+                result = self._runner.execute(batch, self._states)
+            except Exception as error:
+                self._fail(batch, error)
+                return self._outputs.take_news()
+            self._faults = 0
+            self._outputs.take_prompt_logprobs(result.prompt_logprobs)
+            for request in result.failed:
+                self.scheduler.finish(request, FinishReason.ERROR)
+                self._end(request, NO_TOKEN)
+            for request, tokens in self.scheduler.update(batch, result.token_ids):
+                self._update(request, tokens, result)
+        return self._outputs.take_news()
+
+    def _update(self, request: Request, tokens: list[int], result: StepResult) -> None:
+        state = self._states.get(request.request_id)
+        if state is not None:
+            for token in tokens:
+                state.append(token)
+        stopped = self._outputs.take_tokens(request, tokens, result.logprobs.get(request.request_id))
+        if stopped:
+            self.scheduler.finish(request, FinishReason.STOP)
+        if request.finish_reason is not None:
+            self._end(request)
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        """A step was lost: its requests end with an error, the others go on. Several in a row are no accident."""
+        for request in self.scheduler.fail(batch):
+            self._end(request, f"{type(error).__name__}: {error}")
+        self._faults += 1
+        if self._faults >= _FAULTS_IN_A_ROW or not self._outputs.has_news:
+            raise error
+
+    def _end(self, request: Request, error: str | None = None) -> None:
+        self._states.pop(request.request_id, None)
+        self._outputs.finish(request, error)
+
+    # -- results out ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Serves all prompts in one continuous batch; results come in the prompts' order.
+
+        Args:
+            prompts: one prompt (see `add_request`) or several.
+            params: one for all, or one each.
+            progress: is told how many of how many are done.
+        """
+        many = _as_prompts(prompts)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise InvalidRequestError(f"{len(many)} prompts and {len(each)} sampling params", field="params")
+        ids: list[str] = []
+        try:
+            ids.extend(self.add_request(prompt, one) for prompt, one in zip(many, each, strict=True))
+            done = self._collect(ids, progress)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def _collect(self, ids: Iterable[str], progress: Callable[[int, int], None] | None) -> dict[str, RequestOutput]:
+        pending, done = set(ids), dict[str, RequestOutput]()
+        total = len(pending)
+        while pending:
+            for output in self.step():
+                if output.finished and output.request_id in pending:
+                    pending.discard(output.request_id)
+                    done[output.request_id] = output
+                    if progress is not None:
+                        progress(len(done), total)
+        return done
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One prompt, reported at each of its tokens; the last report is finished. Closing it aborts the request."""
+        request_id = self.add_request(prompt, params, stream=True)
+        finished = False
+        try:
+            while not finished:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        finished = output.finished
+                        yield output
+        finally:
+            if not finished:
+                self.abort(request_id)
+
+    # -- driving by hand -----------------------------------------------------------------------------------------------
+
+    def put(self, uids: Sequence[Hashable], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See `ManualDriver.put`."""
+        return self._manual.put(uids, tokens)
+
+    def query(self, uid: Hashable, max_tokens: int, max_blocks: int) -> tuple[int, int]:
+        """See `ManualDriver.query`."""
+        return self._manual.query(uid, max_tokens, max_blocks)
+
+    def can_schedule(self, uids: Sequence[Hashable], lengths: Sequence[int]) -> SchedulingResult:
+        """See `ManualDriver.can_schedule`."""
+        return self._manual.can_schedule(uids, lengths)
+
+    def flush(self, uid: Hashable) -> None:
+        """See `ManualDriver.flush`."""
+        self._manual.flush(uid)
+
+    def serialize(self, folder: str | Path) -> None:
+        """Writes the loaded weights, config and tokenizer as a snapshot that loads as a model."""
+        save_snapshot(self._loaded, Path(folder))
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    def _require_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "the checkpoint has no tokenizer, so the prompt cannot be text",
+                field="prompt",
+                hint="Give token ids, or put tokenizer.json beside the weights.",
+            )
+        return self.tokenizer
+
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Each bad word's token ids, at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        encode = self._require_tokenizer().encode
+        spellings = (text for word in params.bad_words for text in (word, f" {word}"))
+        return [ids for text in spellings if (ids := encode(text, add_special_tokens=False))]
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one; several as they are."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Running the model: the runner, the cache on the device, and the choice of tokens."""

@@ -1,0 +1,96 @@
+"""Runs a scheduled batch: tensors, forward pass, logits, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hookline.batch_processor import BatchProcessor, PromptSpan
+from hookline.execution.sampler import Sampler, prompt_logprobs
+from hookline.execution.sampling_state import SamplingState
+from hookline.model import CacheTensors, TransformerModel
+from hookline.sampling_params import TokenLogprobs
+from hookline.scheduling.request import Request, ScheduledBatch
+
+_LOGPROB_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, by request id.
+
+    Attributes:
+        token_ids: the new tokens of each part of the batch that samples, in the batch's order.
+        logprobs: of requests that asked for them, for their new token.
+        prompt_logprobs: of requests that asked for them: the first prompt token's place, and the entries from there.
+        failed: requests whose logits were no numbers, or left no token to choose.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    failed: tuple[Request, ...] = ()
+
+
+class Runner:
+    """One rank's execution of steps.
+
+    Args:
+        model: with its weights.
+        processor: makes the batch's tensors.
+        cache: the memory of all cache groups.
+    """
+
+    def __init__(
+        self, model: TransformerModel, processor: BatchProcessor, cache: Mapping[str, Sequence[CacheTensors]]
+    ) -> None:
+        self.model = model
+        self.processor = processor
+        self.cache = cache
+        self.sampler = Sampler(model.shapes.vocab_size, model.device)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch, states: Mapping[str, SamplingState]) -> StepResult:
+        """One forward pass, and one token for each request whose known tokens are all computed then.
+
+        Args:
+            states: sampling state by request id.
+        """
+        prepared = self.processor.prepare(batch, self.cache)
+        hidden = self.model.forward(prepared.forward)
+        prompts = {
+            span.request.request_id: (span.start + 1, self._prompt_logprobs(span, hidden))
+            for span in prepared.prompt_spans
+        }
+        requests = prepared.sample_requests
+        if not requests:
+            return StepResult([], prompt_logprobs=prompts)
+        rows = hidden if prepared.sample_rows is None else hidden.index_select(0, prepared.sample_rows)
+        result = self.sampler.sample(self.model.compute_logits(rows), [states[r.request_id] for r in requests])
+        entries = result.logprobs or [None] * len(requests)
+        return StepResult(
+            token_ids=[[token] for token in result.token_ids],
+            logprobs={r.request_id: entry for r, entry in zip(requests, entries, strict=True) if entry is not None},
+            prompt_logprobs=prompts,
+            failed=tuple(requests[row] for row in result.bad_rows),
+        )
+
+    @torch.inference_mode()
+    def logits(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Logits [len(batch.requests), V] of each request's last token, without sampling."""
+        prepared = self.processor.prepare(batch, self.cache)
+        return self.model.compute_logits(self.model.forward(prepared.forward))
+
+    def _prompt_logprobs(self, span: PromptSpan, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        """Entries of prompt tokens `span.start + 1` and on; a few rows of logits at a time."""
+        request = span.request
+        found: list[TokenLogprobs] = []
+        for offset in range(0, span.count, _LOGPROB_ROWS):
+            count = min(_LOGPROB_ROWS, span.count - offset)
+            first = span.start + offset + 1
+            logits = self.model.compute_logits(hidden[span.row + offset : span.row + offset + count])
+            targets = request.prompt_token_ids[first : first + count]
+            found.extend(prompt_logprobs(logits, targets, request.params.prompt_logprobs or 0))
+        return found

@@ -1,0 +1,67 @@
+"""Causal attention over the paged cache, for a batch of decodes and prefill chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hookline_kernels.attention_decode import attention_decode
+from hookline_kernels.attention_prefill import attention_prefill
+from hookline_kernels.cache_write import cache_write
+
+from hookline.model import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention of one kind of layer.
+
+    Attributes:
+        scale: on the scores, before the soft cap and the softmax.
+        window: a token sees itself and the window - 1 tokens before; None sees all.
+        soft_cap: scores become cap * tanh(score / cap); None leaves them.
+        group: the cache group that holds `k` and `v` [blocks, S, K, D] of these layers.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    group: str = "kv"
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Writes `k` and `v` [T, K, D] to the cache of `layer`, and attends with `q` [T, H, D]: [T, H * D]."""
+        cache = batch.cache[self.group][layer]
+        cache_write((k, v), (cache["k"], cache["v"]), batch.slots)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        split = batch.num_decodes
+        if split:
+            attention_decode(
+                q[:split],
+                cache["k"],
+                cache["v"],
+                batch.block_tables[:split],
+                batch.context_lens[:split],
+                self.scale,
+                window=self.window,
+                soft_cap=self.soft_cap,
+                max_context_len=batch.max_context_len,
+                out=out[:split],
+            )
+        if split < batch.num_requests:
+            attention_prefill(
+                q[split:],
+                cache["k"],
+                cache["v"],
+                batch.block_tables[split:],
+                batch.query_starts[split:] - split,
+                batch.context_lens[split:],
+                self.scale,
+                window=self.window,
+                soft_cap=self.soft_cap,
+                max_query_len=batch.max_query_len,
+                max_context_len=batch.max_context_len,
+                out=out[split:],
+            )
+        return out.flatten(1)

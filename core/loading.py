@@ -1,0 +1,216 @@
+"""From `EngineConfig` to a model that is ready to run: resolve, open, choose the plugin, build, load."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hookline.checkpoint import open_checkpoint
+from hookline.checkpoint.loader import load_weights
+from hookline.checkpoint.random import RandomReader
+from hookline.checkpoint.reader import CheckpointReader, Progress
+from hookline.checkpoint.snapshot import SnapshotOrigin, SnapshotReader
+from hookline.checkpoint.snapshot_writer import write_snapshot
+from hookline.config import EngineConfig, read_environment
+from hookline.container import ContainerMap
+from hookline.errors import DeviceError, ModelConfigError, NotEnoughMemoryError, UsageError
+from hookline.memory_planner import available_memory, format_bytes
+from hookline.model import ModelConfig, TransformerModel
+from hookline.model_store import resolve_model
+from hookline.parallel import Parallel
+from hookline.plugins import LoadedArchitecture, PluginRegistry, engine_version
+from hookline.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint whose plugin is found and whose model is built, without weights.
+
+    Attributes:
+        engine_config: with device and dtype decided.
+    """
+
+    reader: CheckpointReader
+    architecture: LoadedArchitecture
+    config: ModelConfig
+    engine_config: EngineConfig
+    model: TransformerModel
+    containers: ContainerMap
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An opened model with its weights in place.
+
+    Attributes:
+        tokenizer: None where the checkpoint has none; prompts must then be token ids.
+        eos_token_ids: every end token that the checkpoint names.
+        weights_bytes: bytes of the parameters on the device.
+        available_bytes: memory that could be used before the weights came.
+    """
+
+    opened: OpenedModel
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    weights_bytes: int
+    available_bytes: int
+
+
+def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = None) -> OpenedModel:
+    """Everything short of reading weights; `reader` stands in for `engine_config.model` where it is given."""
+    if reader is None:
+        environment = read_environment()
+        path = resolve_model(engine_config.model, environment, offline=engine_config.offline or environment.offline)
+        reader = open_checkpoint(path, engine_config.load_format)
+    name = architecture_name(reader.hf_config)
+    architecture = PluginRegistry(engine_config.plugins).load(name)
+    config = architecture.read_config(reader.hf_config)
+    device = _device(engine_config.device)
+    is_snapshot = isinstance(reader, SnapshotReader) and engine_config.load_format != "random"
+    wanted = reader.origin.dtype if is_snapshot and engine_config.dtype == "auto" else engine_config.dtype
+    dtype = _dtype(wanted, config.dtype, device, architecture)
+    engine_config = dataclasses.replace(engine_config, device=str(device), dtype=dtype)
+    model = architecture.build_model(config, engine_config, Parallel())
+    containers = architecture.build_containers(model)
+    if isinstance(reader, RandomReader):
+        reader = reader.with_shapes(model.checkpoint_shapes(), model.dtype, engine_config.seed)
+    return OpenedModel(reader, architecture, config, engine_config, model, containers)
+
+
+def load_model(
+    engine_config: EngineConfig, reader: CheckpointReader | None = None, progress: Progress | None = None
+) -> LoadedModel:
+    """Opens the model and loads its weights onto the device."""
+    opened = open_model(engine_config, reader)
+    reader, model, containers = opened.reader, opened.model, opened.containers
+    available = available_memory(model.device)
+    shapes = dict(model.checkpoint_shapes())
+    needed = sum(torch.Size(shape).numel() for shape in shapes.values()) * model.dtype.itemsize
+    if needed > available:
+        raise NotEnoughMemoryError(
+            f"The weights take {format_bytes(needed)} as {opened.engine_config.dtype}; "
+            f"{format_bytes(available)} are available on {model.device}",
+            hint="Use --dtype bfloat16, a smaller model, or a machine with more memory.",
+        )
+    if isinstance(reader, SnapshotReader):
+        reader.check_origin(_origin(opened))
+        by_name = dict(containers.containers())
+        for container, parameter, tensor in reader.entries(model.device, progress):
+            by_name[container].direct_injection(parameter, tensor)
+        containers.validate()
+    else:
+        adapter = opened.architecture.weight_adapter(opened.config, reader.weights_format)
+        load_weights(reader, adapter, containers, shapes, progress)
+    source = reader.tokenizer_source
+    has_tokenizer = source.tokenizer is not None or source.tokenizer_json is not None
+    tokenizer = Tokenizer.from_source(source) if has_tokenizer else None
+    return LoadedModel(
+        opened=opened,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(reader, tokenizer, opened.config.vocab_size),
+        weights_bytes=parameter_bytes(containers),
+        available_bytes=available,
+    )
+
+
+def architecture_name(hf_config: Mapping[str, Any]) -> str:
+    """The architecture that a checkpoint's config names.
+
+    Raises:
+        ModelConfigError: if it names none.
+    """
+    names = hf_config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelConfigError(
+            f"architectures is {names!r} in config.json; expected a list with the architecture's name",
+            hint="Add it, such as \"architectures\": [\"LlamaForCausalLM\"], if you know what the model is.",
+        )
+    return names[0]
+
+
+def save_snapshot(loaded: LoadedModel, folder: Path, progress: Progress | None = None) -> None:
+    """Writes the model as it lies in memory, with its config and tokenizer, as a snapshot that loads as a model."""
+    opened = loaded.opened
+    write_snapshot(
+        folder,
+        parameters(opened.containers),
+        _origin(opened),
+        opened.reader.hf_config,
+        opened.reader.generation_config,
+        opened.reader.tokenizer_source,
+        progress,
+        loaded.weights_bytes,
+    )
+
+
+def _origin(opened: OpenedModel) -> SnapshotOrigin:
+    claim, parallel = opened.architecture.claim, opened.model.parallel
+    return SnapshotOrigin(
+        engine_version=str(engine_version()),
+        plugin=claim.distribution,
+        plugin_version=claim.version,
+        architecture=architecture_name(opened.reader.hf_config),
+        dtype=opened.engine_config.dtype,
+        layout=opened.model.device.type,
+        rank=parallel.tp_rank,
+        ranks=parallel.tp_size,
+    )
+
+
+def parameters(containers: ContainerMap) -> Iterator[tuple[str, Mapping[str, torch.Tensor | None]]]:
+    """Every container's name with its final parameters."""
+    for name, container in containers.containers():
+        yield name, {parameter: getattr(container, parameter) for parameter in container.parameter_names}
+
+
+def parameter_bytes(containers: ContainerMap) -> int:
+    """Bytes of all parameters, tied ones counted once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for _, held in parameters(containers)
+        for tensor in held.values()
+        if tensor is not None
+    }
+    return sum(storages.values())
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise DeviceError(
+            f"device is {name!r}, and torch {torch.__version__} sees no CUDA device",
+            hint="Run `engine doctor`, or use --device cpu.",
+        )
+    return torch.device(name)
+
+
+def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: LoadedArchitecture) -> str:
+    encodings = architecture.record.encodings
+    if wanted == "auto":
+        # Arithmetic in 16 bits is slower than in 32 on most CPUs, and the memory is there.
+        wanted = "float32" if device.type == "cpu" else checkpoint
+        if wanted not in encodings:
+            wanted = architecture.record.default_encoding
+    if wanted not in encodings:
+        raise UsageError(
+            f"dtype is {wanted!r}, which the plugin for {architecture.record.name} does not load",
+            hint=f"Choose one of {', '.join(encodings)}.",
+        )
+    return wanted
+
+
+def _eos_token_ids(reader: CheckpointReader, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    """The generation config's end tokens; without any, the config's; without those, the tokenizer's own."""
+    for fields in (reader.generation_config, reader.hf_config):
+        value = fields.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found = frozenset(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size)
+        if found:
+            return found
+    return frozenset() if tokenizer is None else tokenizer.eos_token_ids

@@ -1,0 +1,179 @@
+"""Memory planners: what a model needs on a device, and how much of the rest becomes cache.
+
+The cache is sized last: weights, then what a forward pass needs, then cache. The plan is a record of its own, printed
+as a table; an error about memory prints the same table and settings that were computed to fit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hookline.config import EngineConfig
+from hookline.errors import NotEnoughMemoryError
+from hookline.model import CacheSpec, ModelConfig, TransformerConfig
+
+_CPU_CACHE = 512 * 2**20
+_GPU_SHARE = 0.9
+
+
+def format_bytes(count: int) -> str:
+    """`count` with a binary unit, such as `512.0 MiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Where the memory of one device goes, in bytes.
+
+    Attributes:
+        available: what the engine may use, before weights.
+        weights, activations: of the model, and of one step at its largest.
+        cache: of all cache groups, `num_blocks` blocks of `block_size` tokens.
+        max_model_len: longest request that is served.
+    """
+
+    device: str
+    available: int
+    weights: int
+    activations: int
+    cache: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    def table(self) -> str:
+        """The plan as lines of text."""
+        tokens = self.num_blocks * self.block_size
+        left = self.available - self.weights - self.activations - self.cache
+        rows = [
+            ("available", format_bytes(self.available), ""),
+            ("weights", format_bytes(self.weights), ""),
+            ("activations", format_bytes(self.activations), "one step at its largest"),
+            ("cache", format_bytes(self.cache), f"{tokens:,} tokens in {self.num_blocks:,} blocks of {self.block_size}"),
+            ("left", format_bytes(left), ""),
+        ]
+        lines = [f"  {name:<12} {size:>12}  {note}".rstrip() for name, size, note in rows]
+        concurrent = tokens / self.max_model_len
+        lines.append(f"  {concurrent:.1f} requests of {self.max_model_len:,} tokens fit at a time")
+        return "\n".join([f"Memory on {self.device}:", *lines])
+
+
+class MemoryPlanner:
+    """The default planner, for decoders of the shapes in `TransformerConfig`."""
+
+    def __init__(self, config: ModelConfig, engine_config: EngineConfig) -> None:
+        self.config = config
+        self.engine_config = engine_config
+
+    def activation_bytes(self, itemsize: int) -> int:
+        """Bytes of the tensors that a step with the whole token budget has alive at a time, from above."""
+        config, options = self.config, self.engine_config
+        width = 4 * config.hidden_size
+        if isinstance(config, TransformerConfig):
+            width = 3 * config.hidden_size + 3 * config.intermediate_size
+            width += 2 * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        tokens = options.max_batch_tokens * width * itemsize
+        logits = options.max_running * config.vocab_size * (itemsize + 4)
+        return tokens + logits
+
+    def plan(self, specs: Sequence[CacheSpec], weights: int, available: int) -> MemoryPlan:
+        """Sizes the cache.
+
+        Args:
+            specs: the model's cache groups.
+            weights: bytes of the loaded weights.
+            available: bytes that may be used on the device, those of the weights included.
+
+        Raises:
+            NotEnoughMemoryError: with the table and settings that fit, if the cache has no room for what was asked.
+        """
+        options = self.engine_config
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        block = sum(spec.bytes_per_token() for spec in specs) * options.block_size
+        activations = self.activation_bytes(dtype.itemsize)
+        room = available - weights - activations
+        wanted_len = options.max_model_len or self.config.max_position_embeddings
+        cache = options.kv_cache_memory or self._default_cache(room, block, wanted_len)
+        num_blocks = max(0, min(cache, room) // block) if options.kv_cache_memory is None else cache // block
+        longest = num_blocks * options.block_size
+        plan = MemoryPlan(
+            device=options.device,
+            available=available,
+            weights=weights,
+            activations=activations,
+            cache=num_blocks * block,
+            num_blocks=num_blocks,
+            block_size=options.block_size,
+            max_model_len=max(1, min(wanted_len, longest)),
+        )
+        too_long = options.max_model_len is not None and options.max_model_len > longest
+        if num_blocks < 1 or too_long or plan.cache > room:
+            raise NotEnoughMemoryError(
+                f"The cache needs {format_bytes(max(block, -(-wanted_len // options.block_size) * block))} for one "
+                f"request of {wanted_len:,} tokens; the plan gives it {format_bytes(plan.cache)}.\n{plan.table()}",
+                hint=self._remedies(room, block, wanted_len, num_blocks),
+            )
+        return plan
+
+    def _default_cache(self, room: int, block: int, wanted_len: int) -> int:
+        if self.engine_config.device != "cpu":
+            return room
+        one_request = -(-wanted_len // self.engine_config.block_size) * block
+        return min(room // 4, max(_CPU_CACHE, one_request))
+
+    def _remedies(self, room: int, block: int, wanted_len: int, num_blocks: int) -> str:
+        options = self.engine_config
+        fits = max(0, room) // block
+        lines = []
+        if num_blocks >= 1:
+            lines.append(f"--max-model-len {num_blocks * options.block_size}")
+        one_request = -(-wanted_len // options.block_size)
+        if one_request <= fits:
+            lines.append(f"--kv-cache-memory {-(-one_request * block // 2**20)}MiB")
+        elif fits >= 1:
+            lines.append(f"--max-model-len {fits * options.block_size} --kv-cache-memory {fits * block}")
+        if options.dtype == "float32":
+            lines.append("--dtype bfloat16, which halves weights and cache")
+        if options.max_batch_tokens > 256:
+            lines.append(f"--max-batch-tokens {options.max_batch_tokens // 4}, which needs less for a step")
+        return "Any of these helps:\n  " + "\n  ".join(lines) if lines else "Choose a smaller model or a larger machine."
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that the engine may use on `device`: what is free now, within the machine's or container's limits."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - _GPU_SHARE) * total)
+    found = [_meminfo_available()]
+    for limit, used in (("memory.max", "memory.current"),):
+        values = [_read_number(Path("/sys/fs/cgroup") / name) for name in (limit, used)]
+        if values[0] is not None and values[1] is not None:
+            found.append(values[0] - values[1])
+    return max(0, min(found))
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file of the kernel's; None where there is no such file or no limit."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _meminfo_available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,185 @@
+"""What becomes of tokens: text, stop strings, log probabilities, timing, and the reports that `step` gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hookline.sampling_params import TokenLogprobs
+from hookline.scheduling.output import CompletionOutput, RequestOutput, StopStringMatcher, Timing, Usage
+from hookline.scheduling.request import Request, RequestStatus, ScheduledBatch
+from hookline.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One of a request's continuations."""
+
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    matcher: StopStringMatcher
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def push(self, token: int) -> None:
+        """Takes one token that is part of the text."""
+        if self.detokenizer is not None:
+            self.text.append(self.matcher.push(self.detokenizer.push(token)))
+
+    def flush(self) -> None:
+        """Takes the text that was held back, at the end."""
+        if self.detokenizer is not None and self.matcher.matched is None:
+            self.text.append(self.matcher.push(self.detokenizer.flush()))
+            self.text.append(self.matcher.flush())
+
+    def output(self, index: int) -> CompletionOutput:
+        request = self.request
+        if len(self.text) > 1:
+            self.text = ["".join(self.text)]
+        wants = request.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(self.text),
+            token_ids=tuple(request.output_token_ids),
+            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
+            stop_reason=self.matcher.matched if self.matcher.matched is not None else request.stop_token_id,
+            logprobs=tuple(self.logprobs) if wants else None,
+            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wants else None,
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    """A user's request: its continuations, and what is known of it as a whole. Times are of the monotonic clock."""
+
+    request_id: str
+    prompt: str | None
+    completions: list[_Completion]
+    stream: bool
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(c.request.status is RequestStatus.FINISHED for c in self.completions)
+
+    def output(self) -> RequestOutput:
+        first = self.completions[0].request
+        now = time.monotonic()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(first.prompt_token_ids),
+            outputs=tuple(c.output(index) for index, c in enumerate(self.completions)),
+            finished=self.finished,
+            usage=Usage(
+                prompt_tokens=len(first.prompt_token_ids),
+                completion_tokens=sum(len(c.request.output_token_ids) for c in self.completions),
+                cached_tokens=first.cached_tokens,
+            ),
+            timing=Timing(
+                queued=None if self.scheduled is None else self.scheduled - self.arrived,
+                time_to_first_token=None if self.first_token is None else self.first_token - self.arrived,
+                total=now - self.arrived,
+            ),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            error=self.error,
+        )
+
+
+class OutputProcessor:
+    """Follows every request from its first token to its last report.
+
+    Args:
+        tokenizer: None where the checkpoint has none; outputs then have token ids and no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._groups: dict[str, _Group] = {}
+        self._owners: dict[str, tuple[_Group, _Completion]] = {}
+        self._news: dict[str, _Group] = {}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` has anything to report."""
+        return bool(self._news)
+
+    def add(self, request_id: str, prompt: str | None, requests: Sequence[Request], *, stream: bool) -> None:
+        """Takes note of a user's request and its continuations."""
+        group = _Group(request_id, prompt, [], stream, time.monotonic())
+        if requests[0].params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(requests[0].prompt_token_ids)
+        for request in requests:
+            params, detokenizer = request.params, None
+            if self._tokenizer is not None:
+                detokenizer = IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
+            completion = _Completion(request, detokenizer, StopStringMatcher(params.stop))
+            group.completions.append(completion)
+            self._owners[request.request_id] = group, completion
+        self._groups[request_id] = group
+
+    def request_ids(self) -> list[str]:
+        """Requests that have not been reported as finished."""
+        return list(self._groups)
+
+    def unfinished(self, request_id: str) -> list[Request]:
+        """The continuations of a request that have not ended."""
+        group = self._groups.get(request_id)
+        completions = [] if group is None else group.completions
+        return [c.request for c in completions if c.request.status is not RequestStatus.FINISHED]
+
+    def note_scheduled(self, batch: ScheduledBatch) -> None:
+        """Takes the time of requests that run for the first time."""
+        now = time.monotonic()
+        for part in batch.requests:
+            owner = self._owners.get(part.request.request_id)
+            if owner is not None and owner[0].scheduled is None:
+                owner[0].scheduled = now
+
+    def take_prompt_logprobs(self, found: Mapping[str, tuple[int, list[TokenLogprobs]]]) -> None:
+        """Takes entries of prompt tokens: by request id, the first token's place and the entries from there on."""
+        for request_id, (start, entries) in found.items():
+            owner = self._owners.get(request_id)
+            if owner is not None and owner[0].prompt_logprobs is not None:
+                owner[0].prompt_logprobs[start : start + len(entries)] = entries
+
+    def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: TokenLogprobs | None) -> bool:
+        """Takes a request's new tokens; true if their text completes a stop string."""
+        owner = self._owners.get(request.request_id)
+        if owner is None or not tokens:
+            return False
+        group, completion = owner
+        if group.first_token is None:
+            group.first_token = time.monotonic()
+        if logprobs is not None:
+            completion.logprobs.append(logprobs)
+        for token in tokens:
+            if token != request.stop_token_id:
+                completion.push(token)
+        if group.stream:
+            self._news[group.request_id] = group
+        return completion.matcher.matched is not None
+
+    def finish(self, request: Request, error: str | None = None) -> None:
+        """Takes note that a continuation has ended; the request is reported when its last one has."""
+        owner = self._owners.pop(request.request_id, None)
+        if owner is None:
+            return
+        group, completion = owner
+        completion.flush()
+        group.error = group.error or error
+        if group.stream or group.finished:
+            self._news[group.request_id] = group
+        if group.finished:
+            del self._groups[group.request_id]
+
+    def take_news(self) -> list[RequestOutput]:
+        """What there is to report since the last call, in the order in which it came."""
+        outputs = [group.output() for group in self._news.values()]
+        self._news.clear()
+        return outputs

@@ -1,0 +1,40 @@
+"""Whether a request could run at all: asked once, when it comes, so that none waits for what can never be."""
+
+from __future__ import annotations
+
+from hookline.errors import InvalidRequestError
+from hookline.scheduling.block_pool import BlockPool
+
+
+def most_new_tokens(*, prompt: int, max_tokens: int | None, context: int, pool: BlockPool) -> int:
+    """How many tokens a request may get, from all limits together.
+
+    Args:
+        prompt: how many tokens its prompt has.
+        max_tokens: how many new ones it asks for; None for as many as the context leaves.
+        context: most tokens, prompt plus output.
+        pool: the cache, which has to hold the worst case when nothing else is in it.
+
+    Raises:
+        InvalidRequestError: if the request could not run even alone in an empty engine.
+    """
+    if prompt < 1:
+        raise InvalidRequestError("the prompt is empty; it must have at least one token", field="prompt")
+    if prompt >= context:
+        raise InvalidRequestError(
+            f"the prompt has {prompt} tokens; the context holds {context}, one of them for the output",
+            field="prompt",
+            hint="Shorten the prompt, or give the engine a larger max_model_len if the model allows it.",
+        )
+    most = context - prompt if max_tokens is None else min(max_tokens, context - prompt)
+    if most < 1:
+        raise InvalidRequestError(f"max_tokens is {max_tokens}; it must be at least 1", field="max_tokens")
+    needed = pool.blocks_for(prompt + most)
+    if needed > pool.num_blocks:
+        raise InvalidRequestError(
+            f"{prompt} prompt tokens and up to {most} new ones need {needed} cache blocks of {pool.block_size} tokens; "
+            f"the cache has {pool.num_blocks}",
+            field="prompt" if max_tokens is None else "max_tokens",
+            hint="Shorten the prompt, lower max_tokens, or give the cache more memory (kv_cache_memory).",
+        )
+    return most

@@ -1,0 +1,378 @@
+"""Which tokens run next: Dynamic SplitFuse under a token budget, over a pool of cache blocks.
+
+`schedule` and `update` take turns; `add`, `abort` and `finish` may come at any moment between.
+
+Requests are served first come, first served. The running requests stand in the order in which they came, and all came
+before those that wait. When blocks run out, the last-come of the running ones goes back to the front of the waiting
+ones, keeping its tokens; a request never takes blocks from one that came before it. So the oldest always moves on, and
+with it, one after the other, all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from hookline.errors import InvalidRequestError
+from hookline.scheduling.admission import most_new_tokens
+from hookline.scheduling.block_pool import BlockLedgerError, BlockPool, RequestBlocks
+from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch, ScheduledRequest
+
+
+class SchedulerError(RuntimeError):
+    """The scheduler's verbs were called out of turn: a fault of the engine, not of a user."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step while it is being decided.
+
+    Attributes:
+        budget: tokens that may still be scheduled.
+        ones: parts of one token, which come first in the batch.
+        chunks: parts of more.
+        preempted: requests that lost their blocks in this step.
+        samples: how many of the parts sample.
+        short_of_blocks: a running request got less than it could use, so that no other may be admitted.
+    """
+
+    budget: int
+    samples: int = 0
+    ones: list[ScheduledRequest] = field(default_factory=list)
+    chunks: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    short_of_blocks: bool = False
+
+    def put(self, request: Request, count: int) -> None:
+        start = request.computed_tokens
+        part = ScheduledRequest(request, start, count, start + count == request.num_tokens)
+        (self.ones if count == 1 else self.chunks).append(part)
+        self.budget -= count
+        self.samples += part.samples
+
+    def drop(self, request: Request) -> None:
+        """Take back a decode that was decided already, for its request was preempted."""
+        for index, part in enumerate(self.ones):
+            if part.request is request:
+                del self.ones[index]
+                self.budget += 1
+                self.samples -= part.samples
+                return
+
+
+class Scheduler:
+    """Decides each step's batch, and follows each request from `add` to its end.
+
+    Args:
+        pool: the cache blocks.
+        max_batch_tokens: token budget of a step.
+        max_running: most requests that hold blocks at a time.
+        max_model_len: most tokens, prompt plus output, of a request.
+        max_chunk_tokens: most tokens of one request in a step; None leaves the budget alone to decide.
+        preempt_every: fault switch for tests: preempt the last-come request every so many steps, whether blocks are
+            short or not, unless it has gained no computed token since it was preempted last.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        max_chunk_tokens: int | None = None,
+        preempt_every: int | None = None,
+    ) -> None:
+        self._pool = pool
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._max_model_len = max_model_len
+        self._max_chunk_tokens = min(max_chunk_tokens or max_batch_tokens, max_batch_tokens)
+        self._preempt_every = preempt_every
+        self._steps_to_preemption = preempt_every or 0
+        self._owners: dict[str, RequestBlocks] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running: list[Request] = []
+        self._in_flight: ScheduledBatch | None = None
+        self._num_samples = 0
+        self._leaving: list[RequestBlocks] = []  # ended while a step that may still use their blocks is in flight
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended; if so, and no step is in flight, `schedule` gives a batch to run."""
+        return bool(self._owners)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks and have not ended."""
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the waiting ones.
+
+        Raises:
+            InvalidRequestError: if it could not run even alone in an empty engine; nothing was changed.
+        """
+        if request.request_id in self._owners:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", field="request_id")
+        if request.status is not RequestStatus.WAITING or request.block_table:
+            raise SchedulerError(f"request {request.request_id!r} is {request.status.value} and cannot be added again")
+        request.max_output_tokens = most_new_tokens(
+            prompt=len(request.prompt_token_ids),
+            max_tokens=request.params.max_tokens,
+            context=min(request.max_total_tokens, self._max_model_len),
+            pool=self._pool,
+        )
+        self._owners[request.request_id] = RequestBlocks(self._pool, request)
+        self._waiting[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request wherever it stands. None if there is no such request, or it has ended already."""
+        owner = self._owners.get(request_id)
+        if owner is None:
+            return None
+        self._end(owner.request, FinishReason.ABORT)
+        return owner.request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request for a reason outside its tokens, such as a stop string. Nothing happens if it has ended."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        owner = self._owners.get(request.request_id)
+        if owner is None or owner.request is not request:
+            raise SchedulerError(f"request {request.request_id!r} cannot be finished: it was never added")
+        self._end(request, reason)
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step: decodes, then running prefills, then requests that come in, under the token budget.
+
+        The batch is empty only when there is no request. Blocks for all its tokens are in the block tables.
+
+        Raises:
+            SchedulerError: if the step before has not been given to `update` or `fail`.
+        """
+        if self._in_flight is not None:
+            raise SchedulerError("schedule was called while a step is in flight")
+        plan = _Plan(self._max_batch_tokens)
+        if self._preempt_every is not None:
+            self._force_preemption(plan)
+        prefills = self._schedule_decodes(plan)
+        self._schedule_prefills(plan, prefills)
+        if not plan.short_of_blocks:
+            self._admit(plan)
+        batch = ScheduledBatch(
+            requests=(*plan.ones, *plan.chunks),
+            num_decodes=len(plan.ones),
+            num_tokens=self._max_batch_tokens - plan.budget,
+            preempted=tuple(plan.preempted),
+        )
+        if batch.requests:
+            self._in_flight = batch
+            self._num_samples = plan.samples
+        return batch
+
+    def update(self, batch: ScheduledBatch, sampled: list[list[int]]) -> list[tuple[Request, list[int]]]:
+        """Take what a step gave.
+
+        Args:
+            batch: what `schedule` returned last.
+            sampled: the new tokens of each part that samples, in the batch's order.
+
+        Returns:
+            for each of `sampled`, its request and the tokens it kept: those after its end are dropped, and all of a
+            request that ended while the step was in flight. `request.status` tells which have ended now.
+
+        Raises:
+            SchedulerError: if this is not the batch in flight, or `sampled` has another length; nothing was changed.
+        """
+        self._check_in_flight(batch)
+        if len(sampled) != self._num_samples:
+            raise SchedulerError(f"{len(sampled)} lists of sampled tokens for {self._num_samples} parts that sample")
+        self._in_flight = None
+        running, block_size = RequestStatus.RUNNING, self._pool.block_size
+        results: list[tuple[Request, list[int]]] = []
+        every = sampled if len(sampled) == len(batch.requests) else _spread(batch, sampled)
+        for part, tokens in zip(batch.requests, every, strict=True):
+            request = part.request
+            if request.status is running:
+                count = part.count
+                request.computed_tokens = computed = part.start + count
+                if computed % block_size < count:
+                    self._owners[request.request_id].register(computed)
+                output = request.output_token_ids
+                output += tokens
+                if len(output) >= request.max_output_tokens or not request.end_token_ids.isdisjoint(tokens):
+                    tokens = self._end_by_token(request, tokens)
+            else:
+                tokens = []
+            if part.samples:
+                results.append((request, tokens))
+        self._release_leaving()
+        return results
+
+    def fail(self, batch: ScheduledBatch) -> list[Request]:
+        """Take note that a step was lost: its requests end with ERROR. Returns those that had not ended before."""
+        self._check_in_flight(batch)
+        self._in_flight = None
+        lost = [part.request for part in batch.requests if part.request.status is RequestStatus.RUNNING]
+        for request in lost:
+            self._end(request, FinishReason.ERROR)
+        self._release_leaving()
+        return lost
+
+    def check(self) -> None:
+        """Recount all blocks and their owners.
+
+        Raises:
+            BlockLedgerError: with the ledger, if a block is lost, or has owners that it must not have.
+        """
+        self._pool.check()
+        owners = [*self._owners.values(), *self._leaving]
+        held = Counter(block_id for owner in owners for block_id in owner.request.block_table)
+        for block_id in range(self._pool.num_blocks):
+            count = self._pool.references(block_id)
+            if held[block_id] != count or (count > 1 and not self._pool.is_reusable(block_id)):
+                names = [owner.request.request_id for owner in owners if block_id in owner.request.block_table]
+                raise BlockLedgerError(f"block {block_id} has {count} references and stands in the tables of {names}")
+
+    def _schedule_decodes(self, plan: _Plan) -> list[Request]:
+        """One token for each running request that has just one to compute; returns the others.
+
+        The budget suffices: a request is only admitted when all that run got a token and one more is left.
+        """
+        prefills = []
+        append, take, block_size = plan.ones.append, self._take_blocks, self._pool.block_size
+        for request in self._running:  # which may lose requests at its end, where this loop has not come yet
+            start = request.computed_tokens
+            if len(request.prompt_token_ids) + len(request.output_token_ids) - start != 1:
+                prefills.append(request)
+            elif start % block_size or start < len(request.block_table) * block_size or take(plan, request, 1):
+                append(ScheduledRequest(request, start, 1, True))
+        plan.budget -= len(plan.ones)
+        plan.samples += len(plan.ones)
+        return prefills
+
+    def _schedule_prefills(self, plan: _Plan, prefills: list[Request]) -> None:
+        for request in prefills:
+            if plan.budget == 0:
+                return
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            start = request.computed_tokens
+            count = min(request.num_tokens - start, plan.budget, self._max_chunk_tokens)
+            if count < 1:
+                raise SchedulerError(f"request {request.request_id!r} got no token from the step that sampled for it")
+            missing = self._pool.blocks_for(start + count) - len(request.block_table)
+            if missing > 0:
+                self._take_blocks(plan, request, missing)
+                count = min(count, len(request.block_table) * self._pool.block_size - start)
+            if count > 0:
+                plan.put(request, count)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Let waiting requests in, in order, while there is budget and room.
+
+        One block for each running request is left alone, for it may need that soon; and who was preempted comes back
+        only when all its tokens fit. Otherwise it would come and go, and compute the same tokens each time.
+        """
+        pool = self._pool
+        while self._waiting and plan.budget > 0 and len(self._running) < self._max_running:
+            request = next(iter(self._waiting.values()))
+            owner = self._owners[request.request_id]
+            room = pool.num_available - len(self._running)
+            if room < 1:
+                return
+            # Logits of the whole prompt are wanted, so all of it has to run.
+            prefix = owner.match_prefix() if request.params.prompt_logprobs is None else []
+            room -= sum(pool.references(block_id) == 0 for block_id in prefix)
+            if room < (pool.blocks_for(request.num_tokens) - len(prefix) if request.preemptions else 1):
+                return
+            start = len(prefix) * pool.block_size
+            count = min(request.num_tokens - start, plan.budget, self._max_chunk_tokens)
+            blocks = min(pool.blocks_for(start + count) - len(prefix), room)
+            owner.take_prefix(prefix)
+            owner.extend(blocks)
+            del self._waiting[request.request_id]
+            self._running.append(request)
+            request.status = RequestStatus.RUNNING
+            request.computed_tokens = start
+            if request.preemptions == 0:
+                request.cached_tokens = start
+            plan.put(request, min(count, blocks * pool.block_size))
+
+    def _take_blocks(self, plan: _Plan, request: Request, wanted: int) -> bool:
+        """Give a request up to `wanted` blocks; if there is none at all, take from those that came later."""
+        owner = self._owners[request.request_id]
+        if owner.extend(wanted):
+            return True
+        plan.short_of_blocks = True
+        while self._pool.num_available == 0 and self._running[-1] is not request:
+            self._preempt(plan)
+        taken = min(wanted, self._pool.num_available)
+        return taken > 0 and owner.extend(taken)
+
+    def _preempt(self, plan: _Plan) -> None:
+        """Send the last-come running request back to the front of the waiting ones."""
+        request = self._running.pop()
+        self._owners[request.request_id].release()
+        request.status = RequestStatus.WAITING
+        request.preemptions += 1
+        request.preempted_at = max(request.preempted_at, request.computed_tokens)
+        request.computed_tokens = 0
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+        plan.preempted.append(request)
+        plan.drop(request)
+
+    def _force_preemption(self, plan: _Plan) -> None:
+        self._steps_to_preemption -= 1
+        if self._steps_to_preemption > 0 or not self._running:
+            return
+        if self._running[-1].computed_tokens > self._running[-1].preempted_at:
+            self._preempt(plan)
+            self._steps_to_preemption = self._preempt_every or 0
+
+    def _end_by_token(self, request: Request, tokens: list[int]) -> list[int]:
+        """End a request whose new tokens may hold its end. Returns the tokens that it keeps."""
+        output = request.output_token_ids
+        before = len(output) - len(tokens)
+        for index, token in enumerate(tokens):
+            stops = token in request.end_token_ids and before + index >= request.params.min_tokens
+            if stops or before + index + 1 == request.max_output_tokens:
+                del output[before + index + 1 :]
+                request.stop_token_id = token if stops else None
+                self._end(request, FinishReason.STOP if stops else FinishReason.LENGTH)
+                return tokens[: index + 1]
+        return tokens
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        owner = self._owners.pop(request.request_id)
+        if request.status is RequestStatus.WAITING:
+            del self._waiting[request.request_id]
+        else:
+            self._running.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        self._leaving.append(owner)
+        if self._in_flight is None:
+            self._release_leaving()
+
+    def _release_leaving(self) -> None:
+        for owner in self._leaving:
+            owner.release()
+        self._leaving.clear()
+
+    def _check_in_flight(self, batch: ScheduledBatch) -> None:
+        if batch is not self._in_flight:
+            raise SchedulerError("this batch is not the step in flight")
+
+
+def _spread(batch: ScheduledBatch, sampled: list[list[int]]) -> list[list[int]]:
+    """`sampled` with an empty list for each part that does not sample."""
+    rest = iter(sampled)
+    return [next(rest) if part.samples else [] for part in batch.requests]

@@ -1,0 +1,27 @@
+"""Embedding look-up.
+
+    y[t] = table[ids[t]]
+
+Shapes: ids [T], table [V, M], y [T, M]. The table may be stored column-major (strides of a contiguous [M, V]), which is
+how `pack_linear_weight` leaves an output head that shares its weight with the embedding on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def embedding(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Looks rows up: ids [T] int32 or int64, table [V, M] -> new contiguous [T, M].
+
+    Raises:
+        TypeError, ValueError: a type or shape that does not fit.
+        IndexError: on the CPU, an id that is not in the table.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}")
+    if ids.dim() != 1 or table.dim() != 2:
+        raise ValueError(f"embedding: ids [T] and table [V, M] expected, got {list(ids.shape)} and {list(table.shape)}")
+    if table.stride(1) == 1:
+        return table.index_select(0, ids)
+    return table[ids].contiguous()  # of the ways to read scattered columns, the fastest on the CPU

@@ -1,0 +1,129 @@
+"""Linear layer.
+
+    y = x weight^T + bias
+
+Shapes: x [T, in], weight [out, in], bias [out], y [T, out].
+
+On the CPU a weight is best stored column-major (`pack_linear_weight`): the matrix product then streams it in its own
+order whatever T is. 16-bit types on a CPU without matrix instructions for them are multiplied in fp32, a panel of the
+weight at a time; for one or two tokens torch's own dot products are faster. On a GPU the product is the vendor
+library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from hookline_kernels.implementations import Implementation, choose
+
+# Columns of a weight that are converted at a time: their fp32 copy should stay in the second and third level caches.
+PANEL = 3072
+
+# Up to so many tokens torch's 16-bit dot products beat the conversion of the weight.
+DIRECT_TOKENS = 2
+
+LinearInput = tuple[torch.Tensor, torch.Tensor]
+
+
+def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [out, in] in the layout that `linear` likes best on its device.
+
+    On the CPU: the same shape and values with the strides of a contiguous [in, out]. On a GPU: the weight itself.
+
+    Raises:
+        ValueError: the weight has not two dimensions.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"pack_linear_weight: weight [out, in] expected, got {list(weight.shape)}")
+    if weight.device.type != "cpu":
+        return weight
+    return weight.t().contiguous().t()
+
+
+@cache
+def has_native_16bit_products(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` by instructions of its own."""
+    capabilities = torch.cpu.get_capabilities()
+    names = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if dtype == torch.bfloat16 else ("amx_fp16", "avx512_fp16")
+    return any(bool(capabilities.get(name, False)) for name in names)
+
+
+def linear_direct(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch's own product."""
+    return F.linear(x, weight, bias)
+
+
+def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product in fp32 for 16-bit types on the CPU, rounded once at the end."""
+    rows = x.float()
+    columns = weight.t()
+    size = weight.shape[0]
+    if size <= PANEL:
+        y = torch.mm(rows, columns.float())
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+    result = torch.empty((x.shape[0], size), dtype=x.dtype)
+    for start in range(0, size, PANEL):
+        panel = slice(start, start + PANEL)
+        y = torch.mm(rows, columns[:, panel].float())
+        result[:, panel] = y if bias is None else y.add_(bias[panel])
+    return result
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The formula in fp32."""
+    y = x.float() @ weight.float().t()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _upcast_pays(query: LinearInput) -> str | None:
+    x, _ = query
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for 16-bit types on the CPU, x is {x.dtype} on {x.device}"
+    if has_native_16bit_products(x.dtype):
+        return f"this CPU has matrix instructions for {x.dtype}"
+    if x.shape[0] <= DIRECT_TOKENS:
+        return f"with {x.shape[0]} tokens converting the weight costs more than it saves"
+    return None
+
+
+def _always(query: LinearInput) -> str | None:
+    return None
+
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+IMPLEMENTATIONS: tuple[Implementation[LinearInput, Linear], ...] = (
+    Implementation("upcast", _upcast_pays, linear_upcast),
+    Implementation("direct", _always, linear_direct),
+    Implementation("reference", _always, linear_reference),
+)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, implementation: str | None = None
+) -> torch.Tensor:
+    """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out].
+
+    Args:
+        x, weight, bias: of one type. The weight may have either layout; see `pack_linear_weight`.
+        implementation: `upcast`, `direct` or `reference`; by default the first that supports x.
+
+    Raises:
+        TypeError, ValueError: a type or shape that does not fit.
+    """
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: x [T, in] and weight [out, in] expected, got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise TypeError(
+            f"linear: x, weight and bias must be of one type, got {x.dtype}, {weight.dtype}"
+            + ("" if bias is None else f", {bias.dtype}")
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: bias {list(bias.shape)} does not fit weight {list(weight.shape)}")
+    return choose(IMPLEMENTATIONS, (x, weight), implementation)(x, weight, bias)

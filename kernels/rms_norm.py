@@ -1,0 +1,186 @@
+"""RMS norm over the last dimension, with the residual addition that stands before it in a block.
+
+    residual <- residual + x                                      (when a residual is given; else x takes its place)
+    y = residual / sqrt(mean(residual^2) + eps) * (weight + weight_offset)
+
+Shapes: x, residual, y [T, M] (or more leading dimensions), weight [M]. All arithmetic is in fp32 with one rounding at
+the end, except that the sum with the residual is rounded to the residual's type before it is normalised: it is what
+later layers see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+import triton
+import triton.language as tl
+
+from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    """The formula in plain torch; updates `residual` in place."""
+    if residual is not None:
+        x = residual.add_(x)
+    rows = x.float()
+    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return (normed * (weight.float() + weight_offset)).to(x.dtype)
+
+
+def rms_norm_torch(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    """For the CPU: few operations, because each costs more than its arithmetic when T is small."""
+    if residual is not None:
+        x = residual.add_(x)
+    rows = x.float()
+    size = rows.shape[-1]
+    if rows.numel() == size:  # one token: a scalar on the host costs less than the operations that it replaces
+        row = rows.reshape(-1)
+        normed = rows * float((torch.dot(row, row).item() / size + eps) ** -0.5)
+    else:
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        normed = rows * norm.square_().mul_(1.0 / size).add_(eps).rsqrt_()
+    scale = weight if weight_offset == 0.0 else weight.float() + weight_offset
+    return normed.mul_(scale).to(x.dtype)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    size: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program a row; y is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        place = residual_ptr + row * residual_stride + columns
+        total = values + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        rounded = total.to(residual_ptr.dtype.element_ty)
+        tl.store(place, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32) + weight_offset
+    tl.store(y_ptr + row * size + columns, (values * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    """One launch; a row must fit one program's registers, which holds to M = 64k."""
+    size = x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, size)
+    if rows.shape[0] == 0:
+        return y
+    old = rows if residual is None else residual.view(-1, size)
+    block = triton.next_power_of_2(size)
+    rms_norm_kernel[(rows.shape[0],)](
+        rows,
+        weight,
+        old,
+        y,
+        rows.stride(0),
+        old.stride(0),
+        size,
+        eps,
+        weight_offset,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return y
+
+
+RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None, float], torch.Tensor]
+
+IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, RmsNorm], ...] = (
+    Implementation("torch", on_cpu, rms_norm_torch),
+    Implementation("triton", by_triton, rms_norm_triton),
+    Implementation("reference", anywhere, rms_norm_reference),
+)
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: None = None,
+    *,
+    weight_offset: float = 0.0,
+    implementation: str | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    *,
+    weight_offset: float = 0.0,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    weight_offset: float = 0.0,
+    implementation: str | None = None,
+) -> Any:
+    """Normalises x [T, M], or x + residual, over its last dimension.
+
+    Args:
+        x: [..., M]; its last dimension contiguous.
+        weight: [M].
+        eps: added to the mean of squares; positive.
+        residual: as x, contiguous. It is updated IN PLACE to residual + x, and returned.
+        weight_offset: added to the weight; 1.0 for checkpoints that store the weight minus one.
+        implementation: `torch`, `triton` or `reference`; by default the first that supports x.
+
+    Returns:
+        y without a residual, `(y, residual)` with one; y is new, contiguous and of x's type.
+
+    Raises:
+        TypeError, ValueError: a type or shape that does not fit.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"rms_norm: x must hold floating point numbers, got {x.dtype}")
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight {list(weight.shape)} must have the size of x's last dimension, {list(x.shape)}"
+        )
+    if not eps > 0.0:
+        raise ValueError(f"rms_norm: eps must be positive, got {eps}")
+    if x.stride(-1) != 1 or not weight.is_contiguous():
+        raise ValueError("rms_norm: x's last dimension and weight must be contiguous")
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+    ):
+        raise ValueError(
+            f"rms_norm: residual must be contiguous {x.dtype} {list(x.shape)} as x is, "
+            f"got {residual.dtype} {list(residual.shape)} with strides {residual.stride()}"
+        )
+    y = choose(IMPLEMENTATIONS, x, implementation)(x, weight, eps, residual, weight_offset)
+    return y if residual is None else (y, residual)

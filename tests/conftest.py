@@ -1,0 +1,89 @@
+"""Small checkpoints, made on the fly with fixed seeds, that the tests share."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports triton: kernels run on the CPU in tests, in Triton's interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+    # Wide enough that greedy choices are far from ties.
+    "initializer_range": 0.15,
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 256 bytes and three special tokens, with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+def make_checkpoint(folder: Path, kind: str = "llama", seed: int = 0, **fields: Any) -> Path:
+    """A tiny random model of transformers' own making, saved with a tokenizer; `kind` is `llama` or `mistral`."""
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    }[kind]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**TINY, **fields}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases that do something
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "embed_tokens" in name:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(kind, **config fields)` gives a folder, made once for the same arguments."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str = "llama", **fields: Any) -> Path:
+        key = json.dumps([kind, fields], sort_keys=True)
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(kind), kind, **fields)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(checkpoint: Callable[..., Path]) -> Path:
+    """The plain tiny Llama."""
+    return checkpoint("llama")

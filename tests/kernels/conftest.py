@@ -1,0 +1,169 @@
+"""Where the Triton kernels run in these tests, what their results are held to, and cases for the attention tests.
+
+With a CUDA device the kernels are compiled and run there, and those tests carry the mark `gpu`. Without one they run under
+Triton's interpreter, which has to be switched on before anything imports the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+from hookline_kernels.rms_norm import rms_norm_kernel
+
+# Worst and RMS error allowed, as parts of the largest expected value.
+TOLERANCES = {
+    torch.float32: (2e-6, 4e-7),
+    torch.float16: (2e-3, 3e-4),
+    torch.bfloat16: (1.6e-2, 2.4e-3),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        for item in items:
+            if "triton_device" in getattr(item, "fixturenames", ()):
+                item.add_marker("gpu")
+
+
+@pytest.fixture
+def triton_device() -> torch.device:
+    """The device of the tensors that are given to Triton kernels."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    assert not isinstance(rms_norm_kernel, triton.JITFunction), (
+        "the kernels were imported before TRITON_INTERPRET=1 was set; tests/conftest.py has to set it"
+    )
+    return torch.device("cpu")
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Number formats; the interpreter computes bf16 products as raw bits, so there it is left out."""
+    if request.param == torch.bfloat16 and "triton_device" in request.fixturenames and not torch.cuda.is_available():
+        pytest.skip("bf16 needs a real device")
+    return request.param
+
+
+@pytest.fixture
+def assert_close() -> Callable[..., None]:
+    def check(actual: torch.Tensor, expected: torch.Tensor, looser: float = 1.0) -> None:
+        assert actual.shape == expected.shape
+        if actual.numel() == 0:
+            return
+        difference = (actual.double().cpu() - expected.double().cpu()).abs()
+        size = max(float(expected.double().abs().max()), 1e-30)
+        worst, rms = float(difference.max()) / size, float(difference.square().mean().sqrt()) / size
+        worst_allowed, rms_allowed = (looser * value for value in TOLERANCES[actual.dtype])
+        assert worst <= worst_allowed, f"worst error {worst:.2e} of {worst_allowed:.2e}"  # false for NaN too
+        assert rms <= rms_allowed, f"RMS error {rms:.2e} of {rms_allowed:.2e}"
+
+    return check
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase:
+    """A paged cache with the contexts of some requests, each request's last `rows` tokens being the queries."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    rows: list[int]
+    contexts: list[int]
+    owned: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[2] ** -0.5)
+
+    @property
+    def query_starts(self) -> torch.Tensor:
+        return torch.tensor([0, *np.cumsum(self.rows)], dtype=torch.int32, device=self.q.device)
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        return torch.tensor(self.contexts, dtype=torch.int32, device=self.q.device)
+
+    def with_garbage(self, value: float) -> AttentionCase:
+        """The same case with `value` in each cache entry that belongs to no context."""
+        caches = []
+        for cache in (self.k_cache, self.v_cache):
+            changed = cache.clone()
+            changed.flatten(0, 1)[~self.owned] = value
+            caches.append(changed)
+        return replace(self, k_cache=caches[0], v_cache=caches[1])
+
+    def oracle(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        """Attention in fp64, a row and a head at a time, from the definition."""
+        q, keys, values = (x.double().cpu().numpy() for x in (self.q, self.k_cache, self.v_cache))
+        tables, block_size, group = self.block_tables.tolist(), keys.shape[1], q.shape[1] // keys.shape[2]
+        out, token = np.zeros(q.shape), 0
+        for table, rows, context in zip(tables, self.rows, self.contexts, strict=True):
+            for position in range(context - rows, context):
+                seen = [j for j in range(position + 1) if window is None or position - j < window]
+                places = [(table[j // block_size], j % block_size) for j in seen]
+                for head in range(q.shape[1]):
+                    if not places:
+                        continue
+                    scores = np.array([keys[b, s, head // group] @ q[token, head] for b, s in places]) * self.scale
+                    if soft_cap is not None:
+                        scores = soft_cap * np.tanh(scores / soft_cap)
+                    weights = np.exp(scores - scores.max())
+                    rows_of_v = np.array([values[b, s, head // group] for b, s in places])
+                    out[token, head] = weights @ rows_of_v / weights.sum()
+                token += 1
+        return torch.from_numpy(out)
+
+
+@pytest.fixture
+def attention_case() -> Callable[..., AttentionCase]:
+    """Makes a case: scattered blocks, NaN in what belongs to no context, block 0 unused, q a view of a wider tensor."""
+
+    def make(
+        contexts: list[int],
+        rows: list[int],
+        *,
+        heads: int = 9,
+        kv_heads: int = 3,
+        size: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> AttentionCase:
+        generator = torch.Generator().manual_seed(len(contexts) + size)
+        needed = [-(-context // block_size) for context in contexts]
+        blocks = 3 + sum(needed)
+        order = (1 + torch.randperm(blocks - 1, generator=generator)).tolist()
+        tables = torch.zeros(len(contexts), max([*needed, 1]) + 2, dtype=torch.int32)
+        owned = torch.zeros(blocks * block_size, dtype=torch.bool)
+        for request, context in enumerate(contexts):
+            own = torch.tensor([order.pop() for _ in range(needed[request])], dtype=torch.int32)
+            tables[request, : len(own)] = own
+            positions = torch.arange(context)
+            owned[own[positions // block_size].long() * block_size + positions % block_size] = True
+        caches = torch.randn(2, blocks, block_size, kv_heads, size, generator=generator)
+        fused = torch.randn(sum(rows), heads * size + 24, generator=generator)
+        q = fused.to(device, dtype)[:, : heads * size].unflatten(1, (heads, size))
+        k_cache, v_cache = caches.to(device, dtype)
+        case = AttentionCase(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_tables=tables.to(device),
+            rows=rows,
+            contexts=contexts,
+            owned=owned.to(device),
+        )
+        return case.with_garbage(float("nan"))
+
+    return make

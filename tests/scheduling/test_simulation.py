@@ -1,0 +1,287 @@
+"""Random scripts for the scheduler, a ledger check after each event, and a cache that tells whose tokens it holds.
+
+The model here chooses each token from all tokens before it, as read from its cache. So a request's output is known
+beforehand, and a block that is shared, used again or given away wrongly shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from hookline.errors import InvalidRequestError
+from hookline.sampling_params import SamplingParams
+from hookline.scheduling.block_pool import BlockPool
+from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch
+from hookline.scheduling.scheduler import Scheduler
+
+SCRIPTS, EVENTS, GROUPS = 1_000, 100, 10
+VOCABULARY, EOS = 5, 4
+EXPECTED_EVENTS = (
+    "abort computed in flight",
+    "abort decoding",
+    "abort in flight",
+    "abort prefilling",
+    "abort preempted",
+    "abort waiting",
+    "chunk",
+    "evicted",
+    "failed step",
+    "finish",
+    "forced preemption",
+    "length",
+    "mixed batch",
+    "prefix hit",
+    "preempted twice",
+    "preemption",
+    "refused",
+    "shared block",
+    "several tokens",
+    "stop",
+)
+
+
+def digest(before: int, token: int) -> int:
+    """Stands for what attention reads at a place: the token there and all before it."""
+    return (before * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+def choose(context: int, seed: int) -> int:
+    """The model's next token after `context`; the end token is rarer than the others."""
+    value = digest(context, seed) >> 7
+    return EOS if value % 13 == 0 else value % EOS
+
+
+class Followed:
+    """A request, what its cache has to hold, and what it has to answer."""
+
+    def __init__(self, request: Request, seed: int) -> None:
+        self.request = request
+        self.seed = seed
+        self.digests: list[int] = []
+        self.tokens: list[int] = []
+        for token in request.prompt_token_ids:
+            self.append(token)
+        params = request.params
+        limit = min(request.max_total_tokens - len(self.tokens), params.max_tokens or request.max_total_tokens)
+        self.answer: list[int] = []
+        self.reason = FinishReason.LENGTH
+        while len(self.answer) < limit:
+            token = choose(self.digests[-1], seed)
+            self.answer.append(token)
+            self.append(token)
+            if token in request.end_token_ids and len(self.answer) > params.min_tokens:
+                self.reason = FinishReason.STOP
+                break
+        self.ended_with: FinishReason | None = None
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        before = self.digests[-1] if self.digests else len(self.request.cache_salt)
+        self.digests.append(digest(before, token))
+
+
+class Simulation:
+    """One script."""
+
+    def __init__(self, seed: int, seen: Counter[str]) -> None:
+        self.rng = rng = random.Random(seed)
+        self.seen = seen
+        self.block_size = rng.choice((1, 2, 3, 4, 8))
+        self.pool = BlockPool(rng.randint(2, 24), self.block_size, prefix_caching=rng.random() < 0.85)
+        self.natural = rng.random() < 0.7
+        self.max_model_len = rng.randint(2, 60)
+        self.max_batch_tokens = rng.randint(1, 40)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_batch_tokens=self.max_batch_tokens,
+            max_running=rng.randint(1, 8),
+            max_model_len=self.max_model_len,
+            max_chunk_tokens=rng.choice((None, None, 1, 2, 5)),
+            preempt_every=None if self.natural else rng.randint(1, 7),
+        )
+        self.cache = [-1] * (self.pool.num_blocks * self.block_size)
+        self.stems = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(2)]
+        self.followed: dict[str, Followed] = {}
+        self.steps = 0
+        self.quiet = False
+
+    def run(self, events: int) -> None:
+        actions = [self.add, self.step, self.abort, self.finish]
+        for _ in range(events):
+            self.rng.choices(actions, (30, 60, 5, 2))[0]()
+            self.check()
+        self.quiet = True
+        live = [len(followed.tokens) for followed in self.live()]
+        bound = self.steps + sum(live if self.natural else (length * length for length in live))
+        while self.scheduler.has_work:
+            self.step()
+            self.check()
+            assert self.steps <= bound, "too many steps to the end"
+        assert self.pool.num_referenced == self.scheduler.num_running == self.scheduler.num_waiting == 0
+        self.seen["evicted"] += self.pool.counters.evicted_blocks
+        self.seen["prefix hit"] += self.pool.counters.hit_tokens
+
+    def live(self) -> list[Followed]:
+        """In the order in which they came."""
+        return [f for f in self.followed.values() if f.request.status is not RequestStatus.FINISHED]
+
+    def add(self) -> None:
+        rng = self.rng
+        prompt = rng.choice(self.stems)[: rng.choice((0, 4, 8, 16, 24, 40))]
+        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 5))]
+        params = SamplingParams(
+            max_tokens=rng.choice((None, 1, 2, 5, 20)),
+            min_tokens=rng.choice((0, 0, 1)),
+            ignore_eos=rng.random() < 0.3,
+            stop_token_ids=rng.choice(((), (), (0,))),
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+        )
+        request = Request(
+            str(len(self.followed)),
+            prompt,
+            params,
+            max_total_tokens=rng.randint(1, self.max_model_len),
+            eos_token_ids=frozenset((EOS,)),
+            cache_salt=rng.choice((b"", b"", b"other")),
+        )
+        try:
+            self.scheduler.add(request)
+        except InvalidRequestError:
+            self.seen["refused"] += 1
+        else:
+            self.followed[request.request_id] = Followed(request, rng.randrange(2))
+
+    def step(self) -> None:
+        before = self.live()
+        batch = self.scheduler.schedule()
+        assert bool(batch.requests) == bool(before), "a step without work, or work without a step"
+        if not before:
+            return
+        self.steps += 1
+        self.look_at(batch, before[0])
+        self.seen["abort in flight"] += self.abort_rarely()
+        self.check()
+        sampled = self.compute(batch)
+        self.seen["abort computed in flight"] += self.abort_rarely()
+        if not self.quiet and self.rng.random() < 0.01:
+            lost = [part.request for part in batch.requests if part.request.status is RequestStatus.RUNNING]
+            assert self.scheduler.fail(batch) == lost
+            assert all(request.finish_reason is FinishReason.ERROR for request in lost)
+            self.seen["failed step"] += 1
+            return
+        results = self.scheduler.update(batch, sampled)
+        assert [request for request, _ in results] == [part.request for part in batch.requests if part.samples]
+
+    def look_at(self, batch: ScheduledBatch, oldest: Followed) -> None:
+        parts = batch.requests
+        assert [part.count == 1 for part in parts] == sorted((part.count == 1 for part in parts), reverse=True)
+        assert batch.num_decodes == sum(part.count == 1 for part in parts)
+        assert batch.num_tokens == sum(part.count for part in parts) <= self.max_batch_tokens
+        assert all(part.count >= 1 and part.start == part.request.computed_tokens for part in parts)
+        assert all(len(p.request.block_table) == self.pool.blocks_for(p.start + p.count) for p in parts), "hoarding"
+        assert len({part.request for part in parts}) == len(parts)
+        if self.natural:
+            assert oldest.request in [part.request for part in parts], "the oldest request does not move"
+        self.seen["preemption" if self.natural else "forced preemption"] += len(batch.preempted)
+        self.seen["preempted twice"] += any(request.preemptions > 1 for request in batch.preempted)
+        self.seen["mixed batch"] += 0 < batch.num_decodes < len(parts)
+        self.seen["chunk"] += any(not part.samples for part in parts)
+
+    def compute(self, batch: ScheduledBatch) -> list[list[int]]:
+        """All parts write their places, then all read their context; returns the tokens of the parts that sample."""
+        size = self.block_size
+        for part in batch.requests:
+            digests = self.followed[part.request.request_id].digests
+            for position in range(part.start, part.start + part.count):
+                block_id = part.request.block_table[position // size]
+                assert self.pool.references(block_id) == 1 and not self.pool.is_reusable(block_id), "shared and written"
+                self.cache[block_id * size + position % size] = digests[position]
+        sampled = []
+        for part in batch.requests:
+            followed = self.followed[part.request.request_id]
+            context = part.start + part.count
+            read = [value for i in part.request.block_table for value in self.cache[i * size : (i + 1) * size]]
+            assert read[:context] == followed.digests[:context], f"{part.request.request_id} reads another's cache"
+            assert part.samples == (context == part.request.num_tokens)
+            if part.samples:
+                done = len(part.request.output_token_ids)
+                count = self.rng.choice((1, 1, 1, 2, 3))
+                self.seen["several tokens"] += count > 1
+                beyond = followed.answer[done : done + count]
+                sampled.append([] if part.request.status is RequestStatus.FINISHED else [*beyond, 0][: max(1, count)])
+        return sampled
+
+    def abort_rarely(self) -> int:
+        return self.abort() if not self.quiet and self.rng.random() < 0.05 else 0
+
+    def abort(self) -> int:
+        live = self.live()
+        if not live:
+            assert self.scheduler.abort("unknown") is None
+            return 0
+        request = self.rng.choice(live).request
+        state = "decoding" if request.num_tokens - request.computed_tokens == 1 else "prefilling"
+        if request.status is RequestStatus.WAITING:
+            state = "preempted" if request.preemptions else "waiting"
+        self.seen["abort " + state] += 1
+        assert self.scheduler.abort(request.request_id) is request
+        assert self.scheduler.abort(request.request_id) is None
+        assert request.finish_reason is FinishReason.ABORT
+        return 1
+
+    def finish(self) -> None:
+        if live := self.live():
+            request = self.rng.choice(live).request
+            self.scheduler.finish(request, FinishReason.ERROR)
+            self.scheduler.finish(request, FinishReason.STOP)
+            assert request.finish_reason is FinishReason.ERROR
+            self.seen["finish"] += 1
+
+    def check(self) -> None:
+        self.scheduler.check()
+        tables = [followed.request.block_table for followed in self.followed.values()]
+        self.seen["shared block"] += len(set().union(*tables)) < sum(map(len, tables))
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live())
+        for followed in self.followed.values():
+            request = followed.request
+            if followed.ended_with is not None:
+                assert request.finish_reason is followed.ended_with, "ended twice"
+                continue
+            assert request.output_token_ids == followed.answer[: len(request.output_token_ids)], "a token was lost"
+            if request.status is RequestStatus.FINISHED:
+                followed.ended_with = request.finish_reason
+                if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    assert (request.output_token_ids, request.finish_reason) == (followed.answer, followed.reason)
+                    self.seen[request.finish_reason.value] += 1
+            else:
+                assert request.finish_reason is None
+                assert request.status is RequestStatus.RUNNING or not (request.block_table or request.computed_tokens)
+
+
+def run_script(seed: int, seen: Counter[str], events: int = EVENTS) -> None:
+    simulation = Simulation(seed, seen)
+    try:
+        simulation.run(events)
+    except Exception as error:
+        raise AssertionError(f"script {seed}, step {simulation.steps}: {error}") from error
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """What happened in all scripts together."""
+    return Counter()
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_scripts(group: int, seen: Counter[str]) -> None:
+    for seed in range(group, SCRIPTS, GROUPS):
+        run_script(seed, seen)
+
+
+def test_everything_happened(seen: Counter[str]) -> None:
+    if not seen:
+        test_random_scripts(0, seen)
+    assert [name for name in EXPECTED_EVENTS if seen[name] < 5] == []
