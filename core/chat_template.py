@@ -308,18 +308,18 @@ def _length(value: object) -> int:
 
 
 def _printed(value: object) -> int:
-    """About how many characters `str(value)` has; stops counting above MAX_TEXT."""
+    """About how many characters `str(value)` has, some more for each part; stops counting above MAX_TEXT."""
     size, rest = 0, [value]
     while rest and size <= MAX_TEXT:
         item = rest.pop()
         if isinstance(item, str):
-            size += len(item) + 2
+            size += len(item) + 8
         elif isinstance(item, Mapping):
-            size += 2 + 4 * len(item)
+            size += 8 + 4 * len(item)
             rest.extend(item.keys())
             rest.extend(item.values())
         elif isinstance(item, list | tuple | set | frozenset):
-            size += 2 + 2 * len(item)
+            size += 8 + 2 * len(item)
             rest.extend(item)
         elif item is None or isinstance(item, bool | int | float | Undefined):
             size += 32 if not isinstance(item, int) else 2 + item.bit_length() // 3

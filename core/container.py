@@ -133,7 +133,7 @@ class ContainerMap:
         name = name or (f"layers_{len(self._stacks)}" if self._stacks else "layers")
         taken = [prefix for prefix in stack.prefixes if prefix in self._by_prefix]
         if taken or name in self._stacks or name == _NON_TRANSFORMER:
-            raise ContainerError(f"{taken[0] if taken else name!r} names a stack of layers already")
+            raise ContainerError(f"{(taken or [name])[0]!r} names a stack of layers already")
         self._check_unused(stack.containers)
         self._stacks[name] = stack
         self._by_prefix |= dict.fromkeys(stack.prefixes, stack)

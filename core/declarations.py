@@ -250,7 +250,7 @@ def _check_overlaps(owner: str, rows: Sequence[Row]) -> None:
             if name is not None:
                 raise ContainerError(
                     f"{owner}: mapping rows {first.source!r} and {second.source!r} both match {name!r}",
-                    hint="Make the patterns narrower, or give the shared names an exact row and narrow the rest.",
+                    hint="Make one of the patterns narrower.",
                 )
 
 
@@ -280,7 +280,7 @@ def common_name(first: Row, second: Row) -> str | None:
 
 
 class _Step(NamedTuple):
-    """One character of a pattern: itself, `0` for any digit, or an empty text for anything."""
+    """One character of a pattern: itself, any digit where `digit` is set, or an empty text for anything."""
 
     character: str
     digit: bool = False
@@ -290,7 +290,7 @@ class _Step(NamedTuple):
         """A character that both can be, or an empty text."""
         if self.digit or other.digit:
             digits = [step.character or "0" for step in (self, other) if not step.digit]
-            return (digits[0] if digits[0].isdigit() else "") if digits else "0"
+            return (digits[0] if "0" <= digits[0] <= "9" else "") if digits else "0"
         if self.character and other.character:
             return self.character if self.character == other.character else ""
         return self.character or other.character or "x"

@@ -24,7 +24,6 @@ from hookline.declarations import (
 from hookline.errors import ContainerError
 from hookline.parameter_base import Parameter, model_fact
 
-
 WAYS_OUT = "Map it in PARAM_MAPPING, rename it in the weight adapter, or drop it with set_unmapped_params."
 
 

@@ -18,13 +18,16 @@ from hookline.checkpoint.snapshot import SnapshotOrigin, SnapshotReader
 from hookline.checkpoint.snapshot_writer import write_snapshot
 from hookline.config import EngineConfig, read_environment
 from hookline.container import ContainerMap
-from hookline.errors import DeviceError, ModelConfigError, NotEnoughMemoryError, UsageError
+from hookline.errors import CheckpointError, DeviceError, ModelConfigError, NotEnoughMemoryError, UsageError
 from hookline.memory_planner import available_memory, format_bytes
 from hookline.model import ModelConfig, TransformerModel
 from hookline.model_store import resolve_model
 from hookline.parallel import Parallel
 from hookline.plugins import LoadedArchitecture, PluginRegistry, engine_version
 from hookline.tokenizer import Tokenizer
+
+# Formats that hold the names of the containers themselves, which every plugin reads.
+_OWN_FORMATS = ("snapshot", "random", "module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = No
         reader = open_checkpoint(path, engine_config.load_format)
     name = architecture_name(reader.hf_config)
     architecture = PluginRegistry(engine_config.plugins).load(name)
+    _check_format(reader.weights_format, architecture)
     config = architecture.read_config(reader.hf_config)
     device = _device(engine_config.device)
     is_snapshot = isinstance(reader, SnapshotReader) and engine_config.load_format != "random"
@@ -177,6 +181,16 @@ def parameter_bytes(containers: ContainerMap) -> int:
         if tensor is not None
     }
     return sum(storages.values())
+
+
+def _check_format(weights_format: str, architecture: LoadedArchitecture) -> None:
+    known = (*architecture.record.weight_formats, *_OWN_FORMATS)
+    if weights_format not in known:
+        raise CheckpointError(
+            f"the weights are in the format {weights_format}, which {architecture.claim.title} does not read for "
+            f"{architecture.record.name}",
+            hint=f"It reads {', '.join(architecture.record.weight_formats)}. Convert the weights, or ask its author.",
+        )
 
 
 def _device(name: str) -> torch.device:

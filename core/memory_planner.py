@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -116,14 +117,35 @@ class MemoryPlanner:
             block_size=options.block_size,
             max_model_len=max(1, min(wanted_len, longest)),
         )
-        too_long = options.max_model_len is not None and options.max_model_len > longest
-        if num_blocks < 1 or too_long or plan.cache > room:
-            raise NotEnoughMemoryError(
-                f"The cache needs {format_bytes(max(block, -(-wanted_len // options.block_size) * block))} for one "
-                f"request of {wanted_len:,} tokens; the plan gives it {format_bytes(plan.cache)}.\n{plan.table()}",
-                hint=self._remedies(room, block, wanted_len, num_blocks),
-            )
+        if plan.cache > room:
+            self._refuse(plan, f"The cache of {format_bytes(plan.cache)} that was asked for does not fit", room, block)
+        if num_blocks < 1 or (options.max_model_len is not None and options.max_model_len > longest):
+            need = format_bytes(-(-wanted_len // options.block_size) * block)
+            what = f"One request of {wanted_len:,} tokens needs a cache of {need}; there are {format_bytes(plan.cache)}"
+            self._refuse(plan, what, room, block)
         return plan
+
+    def _refuse(self, plan: MemoryPlan, what: str, room: int, block: int) -> NoReturn:
+        """Raises with the plan's table and settings that would fit."""
+        options = self.engine_config
+        fits = max(0, room) // block
+        wanted = options.max_model_len or self.config.max_position_embeddings
+        one_request = -(-wanted // options.block_size)
+        lines = []
+        if 1 <= plan.num_blocks <= fits:
+            lines.append(f"--max-model-len {plan.max_model_len}")
+        if one_request <= fits:
+            lines.append(f"--kv-cache-memory {one_request * block}")
+        elif fits:
+            lines.append(f"--max-model-len {fits * options.block_size} --kv-cache-memory {fits * block}")
+        if options.dtype == "float32":
+            lines.append("--dtype bfloat16, which halves weights and cache")
+        if options.max_batch_tokens > 256:
+            lines.append(f"--max-batch-tokens {options.max_batch_tokens // 4}, which needs less for a step")
+        hint = "Choose a smaller model or a larger machine."
+        if lines:
+            hint = "Any of these helps:\n  " + "\n  ".join(lines)
+        raise NotEnoughMemoryError(f"{what}.\n{plan.table()}", hint=hint)
 
     def _default_cache(self, room: int, block: int, wanted_len: int) -> int:
         if self.engine_config.device != "cpu":
@@ -131,35 +153,16 @@ class MemoryPlanner:
         one_request = -(-wanted_len // self.engine_config.block_size) * block
         return min(room // 4, max(_CPU_CACHE, one_request))
 
-    def _remedies(self, room: int, block: int, wanted_len: int, num_blocks: int) -> str:
-        options = self.engine_config
-        fits = max(0, room) // block
-        lines = []
-        if num_blocks >= 1:
-            lines.append(f"--max-model-len {num_blocks * options.block_size}")
-        one_request = -(-wanted_len // options.block_size)
-        if one_request <= fits:
-            lines.append(f"--kv-cache-memory {-(-one_request * block // 2**20)}MiB")
-        elif fits >= 1:
-            lines.append(f"--max-model-len {fits * options.block_size} --kv-cache-memory {fits * block}")
-        if options.dtype == "float32":
-            lines.append("--dtype bfloat16, which halves weights and cache")
-        if options.max_batch_tokens > 256:
-            lines.append(f"--max-batch-tokens {options.max_batch_tokens // 4}, which needs less for a step")
-        return "Any of these helps:\n  " + "\n  ".join(lines) if lines else "Choose a smaller model or a larger machine."
-
 
 def available_memory(device: torch.device) -> int:
     """Bytes that the engine may use on `device`: what is free now, within the machine's or container's limits."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - _GPU_SHARE) * total)
-    found = [_meminfo_available()]
-    for limit, used in (("memory.max", "memory.current"),):
-        values = [_read_number(Path("/sys/fs/cgroup") / name) for name in (limit, used)]
-        if values[0] is not None and values[1] is not None:
-            found.append(values[0] - values[1])
-    return max(0, min(found))
+    cgroup = Path("/sys/fs/cgroup")
+    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
+    free = _meminfo_available()
+    return free if limit is None or used is None else max(0, min(free, limit - used))
 
 
 def _read_number(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, and what is reported of a choice. Frozen, validated when made; no torch."""
+"""How one request wants its tokens chosen. Frozen, validated when made; no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hookline.errors import InvalidRequestError
+from hookline.scheduling.output import TokenLogprob
 
 MAX_LOGPROBS = 20
 MAX_N = 64
@@ -21,23 +22,7 @@ MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What is reported of one token: natural logarithms of the model's own probabilities, before any option.
-
-    Attributes:
-        token_id: the token that was chosen, or that stands in the prompt.
-        logprob: its logarithm.
-        rank: 1 for the likeliest token.
-        top_ids, top_logprobs: the likeliest tokens, likeliest first, and their logarithms.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+TokenLogprobs = TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

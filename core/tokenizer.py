@@ -10,20 +10,31 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from hookline.chat_template import ChatTemplate
-from hookline.errors import CheckpointError, InvalidRequestError, ModelConfigError
+from hookline.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:
     from hookline.checkpoint.reader import TokenizerSource
 
-_PRIVATE = 0xF0000  # Unicode's private use plane 15: no script's characters
+# Unicode's two planes of private characters, which belong to no script.
+_ALIAS_PLANE, _STAND_IN_PLANE = 0xF0000, 0x100000
+_UNKNOWN = chr(_STAND_IN_PLANE + 2**16 - 3)
+_MAX_DEPTH = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+# Byte-level vocabularies (GPT-2) spell a byte as itself where it prints, and the others as characters 256 and on.
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_UNPRINTED = tuple(byte for byte in range(256) if byte not in _PRINTED)
+_BYTE_OF_CHAR = MappingProxyType(
+    {chr(byte): byte for byte in _PRINTED} | {chr(256 + number): byte for number, byte in enumerate(_UNPRINTED)}
+)
 
 
 class Tokenizer:
@@ -54,12 +65,13 @@ class Tokenizer:
         tokenizer.add_special_tokens(unmarked)
         self._added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, added in self._added.items() if added.special)
-        own = {self.special_tokens.get(name) for name in ("bos_token", "eos_token")}
-        unknown = self.special_tokens.get("unk_token")
+        ends = {self.special_tokens.get(name) for name in ("bos_token", "eos_token")}
+        # What stands for characters outside the vocabulary: any text may hold it.
+        unknown = set(tokenizer.encode(_UNKNOWN, add_special_tokens=False).ids)
         self._control = {
             added.content: token_id
             for token_id, added in self._added.items()
-            if added.special and (added.content != unknown or unknown in own)
+            if added.special and (token_id not in unknown or added.content in ends)
         }
         self._control_ids = frozenset(self._control.values())
         self.chat_template = chat_template
@@ -109,8 +121,13 @@ class Tokenizer:
         Raises:
             InvalidRequestError: if the text is no valid Unicode.
         """
-        if allow_special:
-            return list(_encode(self._tokenizer, text, add_special_tokens).ids)
+        encoding = _encode(self._tokenizer, text, add_special_tokens)
+        token_ids: list[int] = encoding.ids
+        if allow_special or self._control_ids.isdisjoint(token_ids):
+            return token_ids
+        put_around = encoding.special_tokens_mask
+        if all(own or token_id not in self._control_ids for token_id, own in zip(token_ids, put_around, strict=True)):
+            return token_ids
         return self._encode_ordinary(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -182,7 +199,7 @@ class Tokenizer:
     @cached_property
     def _opening(self) -> re.Pattern[str]:
         """Matches in each control token's text, at one character if that has one that is neither letter nor space."""
-        signs, words = set(), []
+        signs, words = set[str](), list[str]()
         for text in self._control:
             sign = next((c for c in text if not c.isalnum() and not c.isspace() and c not in "_-"), None)
             signs.update(sign or "")
@@ -197,14 +214,19 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     @cached_property
-    def _aliases(self) -> dict[str, str]:
-        """For each control token's text a private spelling that nobody outside can know."""
-        secret = "".join(chr(_PRIVATE + secrets.randbelow(2**12)) for _ in range(16))
-        return {text: f"{secret}{chr(_PRIVATE + 2**13 + number)}" for number, text in enumerate(self._control)}
+    def _secret(self) -> str:
+        return "".join(chr(_ALIAS_PLANE + secrets.randbelow(2**12)) for _ in range(16))
 
     @cached_property
-    def _ordinary(self) -> tokenizers.Tokenizer:
-        """A copy that reads control tokens' texts as ordinary text, and knows their private spellings."""
+    def _aliases(self) -> dict[str, str]:
+        """For each control token's text a private spelling that nobody outside can know."""
+        return {
+            text: f"{self._secret}{chr(_ALIAS_PLANE + 2**13 + number)}" for number, text in enumerate(self._control)
+        }
+
+    @cached_property
+    def _ordinary(self) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+        """A copy that reads control tokens' texts as ordinary text, and the ids of its private spellings of them."""
         copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         copy.encode_special_tokens = True
         flags = {added.content: added for added in self._added.values()}
@@ -216,23 +238,26 @@ class Tokenizer:
                 for text, alias in self._aliases.items()
             ]
         )
-        return copy
+        return copy, {alias: self._control[text] for text, alias in self._aliases.items()}
 
     def _names_control(self, text: str) -> bool:
         return any(part in self._control for part in self._added_text.findall(text))
 
     def _stand_ins(self, used: set[str]) -> dict[str, str]:
-        """For each first character of an opening a private one that is not in use: private to original."""
-        free = (chr(code) for code in range(_PRIVATE, _PRIVATE + 2**16 - 2) if chr(code) not in used)
+        """For each character that may open a match of `_opening` a private one that is not in use: private to own."""
         openings = sorted({char for text in self._control for char in text})
-        return dict(zip(free, openings, strict=False))
+        codes = range(_STAND_IN_PLANE, _STAND_IN_PLANE + 2**16 - 2)
+        free = list(islice((chr(code) for code in codes if chr(code) not in used), len(openings)))
+        if len(free) < len(openings):
+            raise InvalidRequestError("the texts use up Unicode's private characters", field="messages")
+        return dict(zip(free, openings, strict=True))
 
     def _encode_ordinary(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encodes text in which only the private spellings make control tokens."""
-        encoding = _encode(self._ordinary, text, add_special_tokens)
-        controls = {alias: self._control[spelled] for spelled, alias in self._aliases.items()}
+        ordinary, controls = self._ordinary
+        encoding = _encode(ordinary, text, add_special_tokens)
         token_ids: list[int] = encoding.ids
-        if not any(token_id in self._control_ids for token_id in token_ids) and self._secret not in text:
+        if self._control_ids.isdisjoint(token_ids) and self._secret not in text:
             return token_ids
         answer: list[int] = []
         rows = zip(token_ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -246,7 +271,119 @@ class Tokenizer:
         return answer
 
     def _spell_out(self, text: str) -> list[int]:
-        """Encodes a control token's text that the vocabulary itself would read as one, in two halves."""
+        """Encodes, in two halves, the text of a control token that the vocabulary itself would make one."""
         if len(text) < 2:
             raise InvalidRequestError(f"the text holds {text!r}, which this tokenizer cannot spell out", field="prompt")
         return [i for part in (text[:1], text[1:]) for i in self._encode_ordinary(part, False)]
+
+    @cached_property
+    def decoder_kinds(self) -> tuple[str, ...]:
+        """Names of the decoder's parts in order, as `tokenizer.json` spells them."""
+        decoder = self._tokenizer.decoder
+        parts = [] if decoder is None else [json.loads(decoder.__getstate__())]
+        while any(part["type"] == "Sequence" for part in parts):
+            parts = [inner for part in parts for inner in (part["decoders"] if part["type"] == "Sequence" else [part])]
+        return tuple(part["type"] for part in parts)
+
+    def knows(self, token_id: int) -> bool:
+        """Whether the id stands for a token; a model's logits may be wider than its tokenizer's vocabulary."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether a token is one raw byte (`<0x0A>`) that the decoder joins with its neighbours."""
+        return "ByteFallback" in self.decoder_kinds and bool(_BYTE_TOKEN.fullmatch(self._spelling(token_id)))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in a byte-level vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            spelling = self._spelling(token_id)
+            try:
+                found = bytes(_BYTE_OF_CHAR[char] for char in spelling)
+            except KeyError:
+                found = spelling.encode()
+            self._bytes[token_id] = found
+        return found
+
+    def _spelling(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
+
+
+class IncrementalDetokenizer:
+    """The text of a growing output, piece by piece, in time linear in its length.
+
+    The pieces joined are what `Tokenizer.decode` makes of all tokens, and no piece holds half a character: what could
+    still become one is held back. A run of raw byte tokens is held back to its end, because the decoder reads the whole
+    run as broken if any of it is.
+
+    Args:
+        tokenizer: decodes.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        byte_level = tokenizer.decoder_kinds == ("ByteLevel",)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if byte_level else None
+        self._window: list[int] = []
+        self._known = 0
+        self._known_text = ""
+
+    def push(self, token_id: int) -> str:
+        """Takes in the next token and gives the text that is certain now and was not before."""
+        if token_id in self._skipped or not self._tokenizer.knows(token_id):
+            return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._window.append(token_id)
+        return "" if self._tokenizer.is_byte_token(token_id) else self._advance()
+
+    def flush(self) -> str:
+        """Gives the rest at the end of the output."""
+        return self._utf8.decode(b"", final=True) if self._utf8 is not None else self._advance()
+
+    def _advance(self) -> str:
+        """Decodes the tokens since the last piece, after those of that piece, which tell how the new ones join on."""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        if len(text) <= len(self._known_text):
+            return ""
+        piece = text[len(self._known_text) :]
+        self._window = self._window[self._known :]
+        self._known = len(self._window)
+        self._known_text = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        return piece
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text is no valid Unicode at character {error.start}: half of a surrogate pair", field="prompt"
+        ) from error
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _texts(value: object, depth: int = 0) -> Iterator[str]:
+    """Every text in JSON-like data, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        if depth > _MAX_DEPTH:
+            raise InvalidRequestError(f"the messages are nested more than {_MAX_DEPTH} deep", field="messages")
+        for item in value:
+            yield from _texts(item, depth + 1)
+            if isinstance(value, Mapping):
+                yield from _texts(value[item], depth + 1)
+
+
+def _shield(value: Any, opening: re.Pattern[str], signs: Mapping[str, str]) -> Any:
+    """A copy of JSON-like data in which the first character of every match of `opening` is replaced."""
+    if isinstance(value, str):
+        return opening.sub(lambda match: signs[match[0][0]] + match[0][1:], value)
+    if isinstance(value, Mapping):
+        return {_shield(key, opening, signs): _shield(item, opening, signs) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shield(item, opening, signs) for item in value]
+    return value

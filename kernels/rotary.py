@@ -49,8 +49,9 @@ def apply_rotary_reference(
         first = x[..., 0 : 2 * half : 2] if interleaved else x[..., :half]
         second = x[..., 1 : 2 * half : 2] if interleaved else x[..., half : 2 * half]
         a, b = first.float(), second.float()
-        first.copy_(a * cos - b * sin)
-        second.copy_(b * cos + a * sin)
+        new_a, new_b = a * cos - b * sin, b * cos + a * sin
+        first.copy_(new_a)
+        second.copy_(new_b)
 
 
 def apply_rotary_torch(

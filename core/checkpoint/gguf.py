@@ -8,13 +8,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.constants import GGMLQuantizationType
 
 from hookline.checkpoint.files import read_span
 from hookline.checkpoint.gguf_config import ROPE_FACTORS, generation_config, hf_config
+from hookline.checkpoint.gguf_dequantise import can_dequantise, dequantise
 from hookline.checkpoint.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from hookline.checkpoint.gguf_tokenizer import tokenizer_source
 from hookline.checkpoint.reader import JsonObject, TokenizerSource
@@ -33,7 +32,6 @@ _PLAIN = MappingProxyType(
         GGMLQuantizationType.I64: torch.int64,
     }
 )
-_CHUNK_BYTES = 4 * 2**20
 _MAX_ROPE_FACTORS = 4096
 
 
@@ -88,24 +86,15 @@ def _encoding(kind: GGMLQuantizationType) -> str:
 
 def _check_types(path: Path, header: GgufHeader) -> None:
     for kind in sorted({tensor.type for tensor in header.tensors} - _PLAIN.keys()):
-        try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
-        except NotImplementedError:
+        if not can_dequantise(kind):
             raise CheckpointError(
                 f"{path}: tensors of type {kind.name}, which the gguf package cannot dequantise",
                 hint="Take a file in another format, such as Q4_K_M or Q8_0, or try a newer gguf package.",
-            ) from None
+            )
 
 
 def _load(path: Path, tensor: GgufTensor) -> torch.Tensor:
     data = read_span(path, tensor.offset, tensor.nbytes, tensor.name)
     if tensor.type in _PLAIN:
         return data.view(_PLAIN[tensor.type]).reshape(tensor.shape)
-    block, block_bytes = GGML_QUANT_SIZES[tensor.type]
-    blocks = data.numpy().reshape(-1, block_bytes)
-    values = torch.empty(blocks.shape[0] * block, dtype=torch.float32)
-    target = values.numpy().reshape(-1, block)
-    step = max(1, _CHUNK_BYTES // (4 * block))
-    for start in range(0, blocks.shape[0], step):  # in pieces, so that temporaries stay small
-        target[start : start + step] = dequantize(blocks[start : start + step], tensor.type)
-    return values.reshape(tensor.shape)
+    return dequantise(data, tensor.type).reshape(tensor.shape)

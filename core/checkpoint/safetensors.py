@@ -19,7 +19,7 @@ from hookline.weight_adapter import LazyTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 128 * 2**20
+_MAX_INDEX_BYTES = 32 * 2**20
 _MAX_NAMED = 5
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 

@@ -157,7 +157,7 @@ class SnapshotReader:
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         done: set[int] = set()
         for entry in self._entries:
-            if entry.offset is not None and entry.offset not in done:
+            if entry.offset is not None and entry.nbytes and entry.offset not in done:
                 buffer[entry.offset : entry.offset + entry.nbytes].copy_(self._bytes(entry))
                 done.add(entry.offset)
                 if progress is not None:
@@ -261,7 +261,7 @@ def _refuse_doubles(entries: tuple[SnapshotEntry, ...], where: str) -> None:
         if key in seen:
             raise CheckpointError(f"{where}: {entry.container}.{entry.parameter} stands twice")
         seen.add(key)
-        if entry.offset is None:
+        if entry.offset is None or not entry.nbytes:
             continue
         if entry.offset in spans:
             sound = spans[entry.offset] == entry.nbytes

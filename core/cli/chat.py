@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from types import MappingProxyType
@@ -13,27 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hookline.cli.answer import stream_answer
 from hookline.cli.conversation import Conversation, load_conversation, save_conversation
 from hookline.cli.options import engine_config, engine_options, model_option, sampling_options, sampling_params
 from hookline.cli.prompts import has_chat_template
 from hookline.cli.render import run_figures
 from hookline.cli.starting import start_engine
-from hookline.errors import HooklineError, UsageError
+from hookline.errors import HooklineError, InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
     from hookline.engine import Engine
     from hookline.sampling_params import SamplingParams
     from hookline.scheduling.output import RequestOutput
 
-_COMMANDS: Mapping[str, str] = MappingProxyType({
-    "/system": "/system TEXT   set the system message, or show it",
-    "/reset": "/reset         forget the conversation, but not the system message",
-    "/stats": "/stats         figures of the last answer, and how full the context is",
-    "/save": "/save FILE     write the conversation as JSON",
-    "/load": "/load FILE     go on with a conversation that was saved",
-    "/help": "/help          this list",
-    "/quit": "/quit          leave; so does Ctrl-D. Ctrl-C stops an answer",
-})
+_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "/system": "/system TEXT   set the system message, or show it",
+        "/reset": "/reset         forget the conversation, but not the system message",
+        "/stats": "/stats         figures of the last answer, and how full the context is",
+        "/save": "/save FILE     write the conversation as JSON",
+        "/load": "/load FILE     go on with a conversation that was saved",
+        "/help": "/help          this list",
+        "/quit": "/quit          leave; so does Ctrl-D. Ctrl-C stops an answer",
+    }
+)
 
 
 @click.command("chat")
@@ -42,7 +46,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType({
 @sampling_options(max_tokens=1024)
 @engine_options
 @click.pass_context
-def chat(ctx: click.Context, model: str, system: str | None, **values: Any) -> None:
+def chat(ctx: click.Context, /, model: str, system: str | None, **values: Any) -> None:
     """Talk with a model. The whole conversation is its context.
 
     \b
@@ -108,6 +112,8 @@ class _Session:
                 self._command(name, rest.strip())
         except HooklineError as error:
             click.echo(f"Error: {error}", err=True)
+            if isinstance(error, InvalidRequestError) and self._conversation.turns:
+                click.echo("The conversation is as it was before; /reset begins anew.", err=True)
         return True
 
     def _command(self, name: str, argument: str) -> None:
@@ -139,25 +145,19 @@ class _Session:
 
     def _answer(self, text: str) -> None:
         """Streams the answer to `text` and keeps both, what came of a stopped answer too."""
-        start, shown, stopped = time.monotonic(), "", False
-        messages = self._conversation.asked(text)
-        output: RequestOutput | None = None
+        start = time.monotonic()
+        reports: deque[RequestOutput] = deque(maxlen=1)
+        stopped = False
         try:
-            with closing(self._engine.stream(messages, self._params)) as outputs:
-                for output in outputs:
-                    answer = output.outputs[0].text
-                    click.echo(answer[len(shown) :], nl=False)
-                    shown = answer
+            with closing(stream_answer(self._engine, self._conversation.asked(text), self._params)) as answer:
+                reports.extend(answer)
         except KeyboardInterrupt:
-            stopped = True
-        finally:
-            if output is not None:
-                click.echo()
-        if stopped:
             click.echo("(stopped)", err=True)
-        if output is None:
+            stopped = True
+        if not reports:
             return
-        self._conversation.add(text, shown)
+        output = reports.pop()
+        self._conversation.add(text, output.outputs[0].text)
         self._last = output, time.monotonic() - start
         if not stopped:
             self._say_why_it_ended(output)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hookline.cli.answer import stream_answer
 from hookline.cli.options import (
     engine_config,
     engine_options,
@@ -19,7 +22,7 @@ from hookline.cli.options import (
     sampling_params,
 )
 from hookline.cli.prompt_file import check_output, generate_file, read_lines
-from hookline.cli.prompts import RowReader, as_prompt, check_text
+from hookline.cli.prompts import RowReader, as_prompt
 from hookline.cli.render import run_figures
 from hookline.cli.starting import start_engine
 from hookline.errors import HooklineError, InvalidRequestError, UsageError
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def generate(
     ctx: click.Context,
+    /,
     prompt: str | None,
     model: str,
     system: str | None,
@@ -100,7 +104,7 @@ def generate(
             run_seconds = time.monotonic() - ready
             click.echo(run_figures([output], ready - start, run_seconds, engine.memory_plan), err=True)
     if any(one.finish_reason == "error" for one in output.outputs):
-        raise HooklineError("the answer could not be computed", hint="See where: engine --debug generate ...")
+        raise HooklineError(f"the answer could not be computed: {output.error or 'no reason is known'}")
 
 
 def _read_prompt(prompt: str | None, raw: bool) -> str:
@@ -113,14 +117,12 @@ def _read_prompt(prompt: str | None, raw: bool) -> str:
     if prompt is None:
         raise UsageError("no PROMPT", hint='Give one, such as engine generate "Hello", or - to read it from stdin.')
     if prompt == "-":
-        data = click.get_binary_stream("stdin").read()
         try:
-            prompt = data.decode().removesuffix("\n")
+            prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise InvalidRequestError(f"stdin is not UTF-8: {error}", field="prompt") from None
     if not (prompt if raw else prompt.strip()):
         raise InvalidRequestError("the prompt is empty", field="prompt", hint="Give at least one word.")
-    check_text(prompt, "prompt")
     return prompt
 
 
@@ -134,14 +136,5 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: boo
             for one in output.outputs:
                 click.echo(f"--- {one.index + 1} of {params.n} ---\n{one.text}")
         return output
-    shown = ""
-    try:
-        with closing(engine.stream(prompt, params)) as outputs:
-            for output in outputs:
-                text = output.outputs[0].text
-                click.echo(text[len(shown) :], nl=False)
-                shown = text
-    finally:
-        if shown:
-            click.echo()
-    return output
+    with closing(stream_answer(engine, prompt, params)) as reports:
+        return deque(reports, maxlen=1).pop()

@@ -16,6 +16,7 @@ from hookline.loading import OpenedModel, architecture_name, open_model
 from hookline.memory_planner import MemoryPlan, available_memory
 from hookline.model import ModelConfig
 from hookline.plugins import Claim
+from hookline.tokenizer import Tokenizer
 from hookline.weight_adapter import LazyTensor, WeightAdapter
 
 
@@ -97,17 +98,23 @@ def describe_header(path: Path, reader: CheckpointReader) -> dict[str, Any]:
         "context_length": reader.hf_config.get("max_position_embeddings"),
         "tokenizer": source.tokenizer is not None or source.tokenizer_json is not None,
         "chat_template": source.chat_template is not None,
-        "end_token_ids": _end_token_ids(reader),
+        "end_tokens": _end_tokens(reader),
     }
 
 
-def _end_token_ids(reader: CheckpointReader) -> list[int]:
-    for fields in (reader.generation_config, reader.hf_config):
+def _end_tokens(reader: CheckpointReader) -> list[dict[str, Any]]:
+    """Ids and texts, the text None without a tokenizer that knows it."""
+    source = reader.tokenizer_source
+    has_tokenizer = source.tokenizer is not None or source.tokenizer_json is not None
+    tokenizer = Tokenizer.from_source(source) if has_tokenizer else None
+    ids: list[int] = [] if tokenizer is None else sorted(tokenizer.eos_token_ids)
+    for fields in (reader.hf_config, reader.generation_config):
         value = fields.get("eos_token_id")
-        ids = [item for item in (value if isinstance(value, list) else [value]) if type(item) is int]
-        if ids:
-            return ids
-    return []
+        ids = [item for item in (value if isinstance(value, list) else [value]) if type(item) is int] or ids
+    return [
+        {"id": token, "text": tokenizer.token_text(token) if tokenizer is not None and tokenizer.knows(token) else None}
+        for token in ids
+    ]
 
 
 def _describe_plugin(claim: Claim, engine_config: EngineConfig) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def read_lines(name: str) -> list[tuple[int, bytes]]:
         UsageError: if it has no line that is not blank.
     """
     try:
-        data = click.get_binary_stream("stdin").read() if name == "-" else Path(name).read_bytes()
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise ModelNotFoundError(f"the file of --input, {name}, cannot be read: {error.strerror}") from None
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
@@ -76,6 +76,7 @@ def generate_file(
     with _opened(target) as file, ProgressDisplay("Generating", "prompts") as progress:
         for result in run.results(progress):
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            file.flush()
     if run.failed:
         click.echo(f"{run.failed} of {len(lines)} rows failed; their results have an error.", err=True)
     if stats_since is not None:
@@ -119,11 +120,13 @@ class _Run:
         most = self._engine.config.max_running * (1 + _WAITING_PER_RUNNING)
         while self._added < len(self._lines) and len(self._pending) < most:
             number, line = self._lines[self._added]
+            where = None
             try:
-                request_id = self._engine.add_request(*self._rows.read(line, number))
-                self._pending[request_id] = self._added
+                where, prompt, params = self._rows.read(line, number)
+                self._pending[self._engine.add_request(prompt, params)] = self._added
             except HooklineError as error:
-                self._fail(self._added, str(error), getattr(error, "field", ""))
+                field = getattr(error, "field", "") or None
+                self._fail(self._added, str(error), where if where is not None and field == "prompt" else field)
             self._added += 1
 
     def _take(self, output: RequestOutput) -> None:
@@ -131,14 +134,14 @@ class _Run:
             return
         index = self._pending.pop(output.request_id)
         if any(one.finish_reason == "error" for one in output.outputs):
-            self._fail(index, "the row could not be computed", "")
+            self._fail(index, output.error or "the row could not be computed", None)
             return
         self.outputs.append(output)
         self._done[index] = output.to_dict()
 
-    def _fail(self, index: int, message: str, field: str) -> None:
+    def _fail(self, index: int, message: str, field: str | None) -> None:
         self.failed += 1
-        self._done[index] = {"error": {"message": message, "field": field or None}, "index": index}
+        self._done[index] = {"error": {"message": message, "field": field}, "index": index}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 
 def has_chat_template(engine: Engine) -> bool:
     """Whether the checkpoint says how messages become a text."""
-    return engine.loaded.opened.reader.tokenizer_source.chat_template is not None
+    return engine.tokenizer is not None and engine.tokenizer.chat_template is not None
 
 
 def as_prompt(engine: Engine, text: str, *, system: str | None = None, raw: bool = False) -> Prompt:
@@ -37,14 +37,6 @@ def as_prompt(engine: Engine, text: str, *, system: str | None = None, raw: bool
     return text
 
 
-def check_text(text: str, field: str) -> None:
-    """Raises InvalidRequestError where `text` holds half a character, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(f"{field} is not sound Unicode: it holds a lone surrogate", field=field) from None
-
-
 class RowReader:
     """Reads the rows of a file of prompts.
 
@@ -60,8 +52,8 @@ class RowReader:
         self._system = system
         self._raw = raw
 
-    def read(self, line: bytes, number: int) -> tuple[Prompt, SamplingParams]:
-        """The prompt of line `number`, and how its tokens are to be chosen.
+    def read(self, line: bytes, number: int) -> tuple[str, Prompt, SamplingParams]:
+        """Which field of line `number` has the prompt, the prompt, and how its tokens are to be chosen.
 
         Raises:
             InvalidRequestError: naming the field at fault, or the line where it is no JSON object.
@@ -74,8 +66,7 @@ class RowReader:
                 field=given[-1] if given else "prompt",
             )
         value = row.pop(given[0])
-        check_text(json.dumps(value, ensure_ascii=False), given[0])
-        return self._prompt(given[0], value), SamplingParams.from_dict(row, self._base)
+        return given[0], self._prompt(given[0], value), SamplingParams.from_dict(row, self._base)
 
     def _prompt(self, field: str, value: Any) -> Prompt:
         if field == "prompt":
@@ -83,7 +74,7 @@ class RowReader:
                 return as_prompt(self._engine, value, system=self._system, raw=self._raw)
             wanted = "a text that is not empty"
         elif field == "messages":
-            if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+            if isinstance(value, list) and value and all(map(_is_message, value)):
                 return value
             wanted = "a list of at least one object with role and content"
         else:
@@ -91,6 +82,10 @@ class RowReader:
                 return value
             wanted = "a list of at least one whole number"
         raise InvalidRequestError(f"{field} is {value!r:.80}; it must be {wanted}", field=field)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _parse(line: bytes, number: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,7 +25,7 @@ _NAMES_SHOWN = 8
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with every name of the audit.")
 @engine_options
 @click.pass_context
-def show(ctx: click.Context, model: str, as_json: bool, **values: Any) -> None:
+def show(ctx: click.Context, /, model: str, as_json: bool, **values: Any) -> None:
     """Say what MODEL is, which plugin serves it and why, whether it loads, and whether it fits this machine.
 
     Reads headers only, never a weight. The audit compares the checkpoint's tensors with the plugin's mapping, and the
@@ -86,16 +86,16 @@ def _as_lines(model: str, found: Inspection) -> Iterator[str]:
     if found.parameters is not None:
         yield from _rows(("parameters", f"{found.parameters:,}"))
     yield from _rows(
-        ("format", f"{header['format']}, {header['tensors']} tensors, {format_bytes(header['tensor_bytes'])}"),
+        ("format", f"{header['format']}, {_tensors(header['tensors'])}, {format_bytes(header['tensor_bytes'])}"),
         *(("file", f"{file['name']}, {format_bytes(file['bytes'])}") for file in header["files"]),
         *(
-            ("encoding", f"{name}, {entry['tensors']} tensors, {format_bytes(entry['bytes'])}")
+            ("encoding", f"{name}, {_tensors(entry['tensors'])}, {format_bytes(entry['bytes'])}")
             for name, entry in header["encodings"].items()
         ),
         ("context", f"{header['context_length'] or 'unknown'} tokens"),
         ("tokenizer", "yes" if header["tokenizer"] else "no: prompts must be token ids"),
         ("chat template", "yes" if header["chat_template"] else "no"),
-        ("end tokens", ", ".join(map(str, header["end_token_ids"])) or "none named"),
+        ("end tokens", _end_tokens(header["end_tokens"])),
     )
     if found.config is not None:
         yield "Shapes:"
@@ -108,6 +108,14 @@ def _as_lines(model: str, found: Inspection) -> Iterator[str]:
 
 def _rows(*rows: tuple[str, str]) -> Iterator[str]:
     return (f"{name:<14} {value}" for name, value in rows)
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _end_tokens(tokens: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{token['id']} {token['text'] or ''}".strip() for token in tokens) or "none"
 
 
 def _plugin_line(found: Inspection) -> str:

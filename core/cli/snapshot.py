@@ -17,7 +17,7 @@ from hookline.cli.starting import find_model
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @engine_options
 @click.pass_context
-def snapshot(ctx: click.Context, model: str, folder: Path, **values: Any) -> None:
+def snapshot(ctx: click.Context, /, model: str, folder: Path, **values: Any) -> None:
     """Write MODEL's weights to DIR as the engine holds them, with config and tokenizer.
 
     DIR is then a model that loads faster: nothing is renamed, joined or converted any more. It fits the engine's and

@@ -7,6 +7,7 @@ batch, on one thread and on many. A token 2**-40 times as likely as the likelies
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 
 from hookline.errors import UsageError
 from hookline.execution.sampling_state import SamplingState, edit_logits
-from hookline.sampling_params import TokenLogprobs
+from hookline.scheduling.output import TokenLogprob
 
 _SCALE = 2.0**40
 _FIRST_CANDIDATES = 1024
@@ -35,7 +36,7 @@ class SampleResult:
 
     token_ids: list[int]
     bad_rows: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,24 +241,22 @@ def _draw(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     return place.clamp_(max=width - 1)
 
 
-def _report(logits: torch.Tensor, token_ids: list[int], batch: _Batch) -> list[TokenLogprobs | None]:
+def _report(logits: torch.Tensor, token_ids: list[int], batch: _Batch) -> list[TokenLogprob | None]:
     """Logprobs of the rows that want them, from logits before any option."""
-    answer: list[TokenLogprobs | None] = [None] * len(batch.states)
+    answer: list[TokenLogprob | None] = [None] * len(batch.states)
     rows = [row for row in batch.reported if token_ids[row] >= 0]
     if rows:
         most = max(batch.states[row].params.logprobs or 0 for row in rows)
         found = token_logprobs(logits[rows], [token_ids[row] for row in rows], most)
         for row, entry in zip(rows, found, strict=True):
             top = batch.states[row].params.logprobs or 0
-            answer[row] = TokenLogprobs(
-                entry.token_id, entry.logprob, entry.rank, entry.top_ids[:top], entry.top_logprobs[:top]
-            )
+            answer[row] = dataclasses.replace(entry, top=entry.top[:top])
     return answer
 
 
 def prompt_logprobs(
     logits: torch.Tensor, next_ids: Sequence[int], top_n: int, rows_at_once: int = 256
-) -> list[TokenLogprobs]:
+) -> list[TokenLogprob]:
     """Logprobs of prompt tokens, in parts so that memory stays small.
 
     Args:
@@ -266,7 +265,7 @@ def prompt_logprobs(
         top_n: how many likeliest tokens to report beside.
         rows_at_once: rows of one part.
     """
-    entries: list[TokenLogprobs] = []
+    entries: list[TokenLogprob] = []
     for start in range(0, logits.shape[0], rows_at_once):
         part = slice(start, start + rows_at_once)
         entries += token_logprobs(logits[part].float(), next_ids[part], top_n)
@@ -274,7 +273,7 @@ def prompt_logprobs(
 
 
 @torch.inference_mode()
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top_n: int) -> list[TokenLogprobs]:
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top_n: int) -> list[TokenLogprob]:
     """Logprob, rank and `top_n` likeliest tokens of each row.
 
     Args:
@@ -292,7 +291,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top_n: int) -
     values, ids = _top(logits, top_n)
     tops = (values.double() - norm).tolist()
     rows = zip(token_ids, logprobs, ranks.tolist(), ids.tolist(), tops, strict=True)
-    return [TokenLogprobs(token, own, rank, tuple(i), tuple(v)) for token, own, rank, i, v in rows]
+    return [
+        TokenLogprob(token_id, logprob, rank, tuple(zip(top_ids, top, strict=True)))
+        for token_id, logprob, rank, top_ids, top in rows
+    ]
 
 
 def _top(logits: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -266,7 +266,6 @@ class RequestBlocks:
         if self.request.block_table:
             self._pool.release(self.request.block_table)
             self.request.block_table.clear()
-            self._registered = 0
 
     def _key(self, index: int) -> bytes:
         keys, size = self._keys, self._pool.block_size

@@ -33,7 +33,6 @@ class _Plan:
         chunks: parts of more.
         preempted: requests that lost their blocks in this step.
         samples: how many of the parts sample.
-        short_of_blocks: a running request got less than it could use, so that no other may be admitted.
     """
 
     budget: int
@@ -41,7 +40,6 @@ class _Plan:
     ones: list[ScheduledRequest] = field(default_factory=list)
     chunks: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    short_of_blocks: bool = False
 
     def put(self, request: Request, count: int) -> None:
         start = request.computed_tokens
@@ -116,7 +114,8 @@ class Scheduler:
         """Put a request at the end of the waiting ones.
 
         Raises:
-            InvalidRequestError: if it could not run even alone in an empty engine; nothing was changed.
+            InvalidRequestError: if it could not run even alone in an empty engine, or its id is in use.
+            SchedulerError: if it was added before.
         """
         if request.request_id in self._owners:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", field="request_id")
@@ -163,8 +162,7 @@ class Scheduler:
             self._force_preemption(plan)
         prefills = self._schedule_decodes(plan)
         self._schedule_prefills(plan, prefills)
-        if not plan.short_of_blocks:
-            self._admit(plan)
+        self._admit(plan)
         batch = ScheduledBatch(
             requests=(*plan.ones, *plan.chunks),
             num_decodes=len(plan.ones),
@@ -310,7 +308,6 @@ class Scheduler:
         owner = self._owners[request.request_id]
         if owner.extend(wanted):
             return True
-        plan.short_of_blocks = True
         while self._pool.num_available == 0 and self._running[-1] is not request:
             self._preempt(plan)
         taken = min(wanted, self._pool.num_available)

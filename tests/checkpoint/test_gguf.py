@@ -82,7 +82,10 @@ def test_config_of_rarer_fields(tmp_path: Path) -> None:
         writer.add_eot_token_id(5)
 
     half = np.zeros((200, 64), dtype=np.float16)
-    tensors = {"output.weight": half, "blk.0.attn_q.bias": np.zeros(64, dtype=np.float32)}
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        "output.weight": half,
+        "blk.0.attn_q.bias": np.zeros(64, dtype=np.float32),
+    }
     reader = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra, tensors))
     config = reader.hf_config
     assert (config["head_dim"], config["sliding_window"], config["tie_word_embeddings"]) == (32, 64, False)
@@ -148,7 +151,7 @@ QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, T
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 def test_quantised_values_equal_the_packages(tmp_path: Path, kind: Type) -> None:
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(1).integers(0, 256, (300, 512 // block * size), dtype=np.uint8)
+    blocks = np.random.default_rng(1).integers(0, 256, (300, 4096 // block * size), dtype=np.uint8)
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "toy")
     for add in (writer.add_block_count, writer.add_embedding_length, writer.add_context_length, writer.add_head_count):
@@ -160,7 +163,7 @@ def test_quantised_values_equal_the_packages(tmp_path: Path, kind: Type) -> None
     writer.write_tensors_to_file()
     writer.close()
     lazy = next(tensor for tensor in open_checkpoint(path).tensors() if tensor.name == "w")
-    assert (lazy.shape, lazy.encoding, lazy.nbytes) == ((300, 512), kind.name, blocks.nbytes)
+    assert (lazy.shape, lazy.encoding, lazy.nbytes) == ((300, 4096), kind.name, blocks.nbytes)
     with np.errstate(all="ignore"):
         value = lazy.load()
         expected = gguf.dequantize(blocks, kind)

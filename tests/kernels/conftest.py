@@ -1,7 +1,7 @@
 """Where the Triton kernels run in these tests, what their results are held to, and cases for the attention tests.
 
-With a CUDA device the kernels are compiled and run there, and those tests carry the mark `gpu`. Without one they run under
-Triton's interpreter, which has to be switched on before anything imports the kernels.
+With a CUDA device the kernels are compiled and run there, and those tests carry the mark `gpu`. Without one they run
+under Triton's interpreter, which has to be switched on before anything imports the kernels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
+
 from hookline_kernels.rms_norm import rms_norm_kernel
 
 # Worst and RMS error allowed, as parts of the largest expected value.
@@ -26,6 +27,8 @@ TOLERANCES = {
     torch.float16: (2e-3, 3e-4),
     torch.bfloat16: (1.6e-2, 2.4e-3),
 }
+
+TRITON_TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,9 +51,13 @@ def triton_device() -> torch.device:
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Number formats; the interpreter computes bf16 products as raw bits, so there it is left out."""
-    if request.param == torch.bfloat16 and "triton_device" in request.fixturenames and not torch.cuda.is_available():
-        pytest.skip("bf16 needs a real device")
+    """Number formats of the CPU implementations."""
+    return request.param
+
+
+@pytest.fixture(params=TRITON_TYPES, ids=str)
+def triton_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Number formats of the Triton kernels; the interpreter computes bf16 products as raw bits, so it gets none."""
     return request.param
 
 

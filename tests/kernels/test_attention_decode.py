@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from hookline_kernels.attention_decode import IMPLEMENTATIONS, attention_decode
 from hookline_kernels.implementations import explain
 
@@ -83,11 +84,11 @@ def test_triton_equals_definition(
     attention_case: Make,
     assert_close: Make,
     triton_device: torch.device,
-    dtype: torch.dtype,
+    triton_dtype: torch.dtype,
     contexts: Any,
     shape: Any,
 ) -> None:
-    case = decode_case(attention_case, contexts, dtype=dtype, device=triton_device, **shape)
+    case = decode_case(attention_case, contexts, dtype=triton_dtype, device=triton_device, **shape)
     assert_close(run(case, "triton"), case.oracle(), looser=2.0)
 
 

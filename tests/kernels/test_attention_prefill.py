@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hookline_kernels.attention_prefill
 import pytest
 import torch
+
+import hookline_kernels.attention_prefill
 from hookline_kernels.attention_prefill import attention_prefill
 
 Make = Callable[..., Any]
@@ -79,12 +80,12 @@ def test_triton_equals_definition(
     attention_case: Make,
     assert_close: Make,
     triton_device: torch.device,
-    dtype: torch.dtype,
+    triton_dtype: torch.dtype,
     contexts: Any,
     rows: Any,
     shape: Any,
 ) -> None:
-    case = attention_case(contexts, rows, dtype=dtype, device=triton_device, **shape)
+    case = attention_case(contexts, rows, dtype=triton_dtype, device=triton_device, **shape)
     assert_close(run(case, "triton"), case.oracle(), looser=2.0)
 
 

@@ -20,6 +20,8 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+# Factors of the rotary frequencies: the reader has put them into the config's rope settings.
+_IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -40,8 +42,8 @@ class GgufAdapter(WeightAdapter):
         self.config = config
 
     def adapt(self, tensor: LazyTensor) -> Iterable[LazyTensor]:
-        if tensor.name == "rope_freqs.weight":
-            return ()  # the llama3 frequencies, which the config's rope settings give as well
+        if tensor.name in _IN_CONFIG:
+            return ()
         if tensor.name in _TOP:
             return (tensor.renamed(_TOP[tensor.name]),)
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)

@@ -1,0 +1,43 @@
+"""Writes docs/cli.md from the commands' own help: `python -m hookline.cli.reference > docs/cli.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from hookline.cli.main import engine
+
+_WIDTH = 100
+_HEAD = """\
+# Command line
+
+Written by `python -m hookline.cli.reference > docs/cli.md` from the commands' own help; a test compares the two.
+Results go to stdout, progress and messages to stderr.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    top = click.Context(
+        engine, info_name="engine", terminal_width=_WIDTH, max_content_width=_WIDTH, **engine.context_settings
+    )
+    yield _section("engine", engine.get_help(top))
+    for name in engine.list_commands(top):
+        command = engine.get_command(top, name)
+        if command is None:
+            raise LookupError(f"engine lists the command {name}, and has none")
+        context = click.Context(command, top, info_name=name, **command.context_settings)
+        yield _section(f"engine {name}", command.get_help(context))
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n```text\n{text}\n```\n"
+
+
+if __name__ == "__main__":
+    click.echo(render(), nl=False)

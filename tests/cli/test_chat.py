@@ -1,0 +1,149 @@
+"""`engine chat`, driven through a pipe: history, commands, limits, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hookline.cli.conversation import Conversation, load_conversation, save_conversation
+from hookline.cli.main import engine as command
+from hookline.config import EngineConfig
+from hookline.engine import Engine
+from hookline.errors import ModelNotFoundError, UsageError
+from hookline.sampling_params import SamplingParams
+
+CACHE = ("--kv-cache-memory", "4MiB")
+
+
+@pytest.fixture
+def chat(tiny_llama: Path) -> Callable[..., Result]:
+    """Runs `engine chat` on the tiny Llama with the given lines."""
+
+    def run(lines: list[str], *arguments: str, model: Path = tiny_llama) -> Result:
+        text = "".join(f"{line}\n" for line in lines)
+        return CliRunner().invoke(command, ["chat", "-m", str(model), *CACHE, *arguments], input=text)
+
+    return run
+
+
+def test_the_whole_conversation_is_the_context(chat: Callable[..., Result], tiny_llama: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = [
+        "I am a first question, long enough for blocks",
+        "",
+        "And you?",
+        "/stats",
+        f"/save {saved}",
+        "/quit",
+        "no",
+    ]
+    result = chat(lines, "--system", "Be brief.", "--max-tokens", "6")
+    assert result.exit_code == 0, result.stderr
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message["content"] for message in messages[:2]] == ["Be brief.", lines[0]]
+    assert result.stdout == f"{messages[2]['content']}\n{messages[4]['content']}\n"
+    with Engine(EngineConfig(model=str(tiny_llama), kv_cache_memory=4 * 2**20)) as engine:
+        for end in (2, 4):
+            [output] = engine.generate([messages[:end]], SamplingParams(max_tokens=6))
+            assert output.outputs[0].text == messages[end]["content"]
+    # The second turn finds the first one's blocks in the cache.
+    cached = re.search(r"(\d+) of them from the prefix cache", result.stderr)
+    assert cached is not None
+    assert int(cached[1]) >= 64
+    assert "cut at --max-tokens 6" in result.stderr
+    assert re.search(r"context +\d+ of 512 tokens", result.stderr)
+
+
+def test_commands(chat: Callable[..., Result], tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    save_conversation(Conversation("Old.", [{"role": "user", "content": "a"}]), str(saved))
+    lines = ["/system", "/system New.", "/stats", "/sistem", "/help", "/save", "/load /nowhere", f"/load {saved}"]
+    result = chat([*lines, "/reset", f"/save {saved}"])
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    for words in (
+        "System message: none",
+        "System message: New.",
+        "No answer yet.",
+        "Did you mean /system?",
+        "/load FILE",
+        "/save needs a file",
+        "/nowhere cannot be read",
+        "1 messages are loaded",
+        "The conversation is forgotten.",
+    ):
+        assert words in result.stderr
+    assert json.loads(saved.read_text()) == {"messages": [{"role": "system", "content": "Old."}]}
+
+
+def test_full_context_is_said(chat: Callable[..., Result]) -> None:
+    lines = ["a", "b" * 100, "/reset", "c"]
+    result = chat(lines, "--max-model-len", "64")
+    assert result.exit_code == 0
+    assert "the context of 64 tokens is full" in result.stderr
+    assert re.search(r"the prompt has \d+ tokens; the context holds 64", result.stderr)
+    assert "/reset begins anew" in result.stderr
+    assert result.stdout.count("\n") >= 2
+
+
+def test_checkpoint_without_template_cannot_chat(chat: Callable[..., Result], tiny_llama: Path, tmp_path: Path) -> None:
+    model = tmp_path / "plain"
+    shutil.copytree(tiny_llama, model)
+    (model / "tokenizer_config.json").unlink()
+    result = chat(["a"], model=model)
+    assert result.exit_code == 2
+    assert "no chat template" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{bad",
+        "[]",
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "robot", "content": "a"}]}',
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}',
+    ],
+)
+def test_files_that_are_no_conversation(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"talk\.json"):
+        load_conversation(str(path))
+    with pytest.raises(ModelNotFoundError, match="none"):
+        load_conversation(str(tmp_path / "none"))
+
+
+def test_interrupt_stops_the_answer_and_not_the_program(checkpoint: Callable[..., Path]) -> None:
+    model = checkpoint("llama", max_position_embeddings=100_000)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", "from hookline.cli.main import main; main()"),
+            *("chat", "-m", str(model), "--ignore-eos", "--max-tokens", "90000"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"Hello\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(b"/stats\n", timeout=60)
+    assert process.returncode == 0, messages
+    assert b"(stopped)" in messages
+    assert b"requests     1 in" in messages

@@ -1,0 +1,91 @@
+"""linear, its weight layouts and its conversion of 16-bit types, and embedding, which may share a packed weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hookline_kernels.linear
+from hookline_kernels.embedding import embedding
+from hookline_kernels.implementations import explain
+from hookline_kernels.linear import IMPLEMENTATIONS, linear, linear_upcast, pack_linear_weight
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 17])
+def test_equals_the_product(
+    tokens: int, with_bias: bool, packed: bool, dtype: torch.dtype, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hookline_kernels.linear, "PANEL", 32)
+    for size in (31, 32, 33, 100):
+        generator = torch.Generator().manual_seed(size)
+        x, weight = (torch.randn(n, 48, generator=generator).to(dtype) for n in (tokens, size))
+        bias = torch.randn(size, generator=generator).to(dtype) if with_bias else None
+        expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+        used = pack_linear_weight(weight) if packed else weight
+        for implementation in (None, "direct", "reference"):
+            assert_close(linear(x, used, bias, implementation=implementation), expected, looser=2.0)
+        assert_close(linear_upcast(x, used, bias), expected, looser=2.0)
+
+
+def test_packing_keeps_values_and_is_column_major() -> None:
+    weight = torch.randn(6, 4)
+    packed = pack_linear_weight(weight)
+    assert torch.equal(packed, weight) and packed.stride() == (1, 6)
+    assert pack_linear_weight(packed).stride() == (1, 6)
+    with pytest.raises(ValueError, match=r"\[out, in\]"):
+        pack_linear_weight(torch.zeros(3))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_choice_and_its_reason(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hookline_kernels.linear, "has_native_16bit_products", lambda dtype: native)
+    weight = torch.zeros(4, 4)
+    assert "16-bit" in str(explain(IMPLEMENTATIONS, (torch.zeros(8, 4), weight)))
+    many = explain(IMPLEMENTATIONS, (torch.zeros(8, 4).bfloat16(), weight.bfloat16()))
+    one = explain(IMPLEMENTATIONS, (torch.zeros(1, 4).bfloat16(), weight.bfloat16()))
+    assert (many.name, one.name) == (("direct", "direct") if native else ("upcast", "direct"))
+    assert ("matrix instructions" if native else "1 tokens") in str(one)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"x": torch.zeros(2, 5)}, ValueError, r"x \[T, in\]"),
+    ({"x": torch.zeros(8)}, ValueError, r"x \[T, in\]"),
+    ({"x": torch.zeros(2, 8, dtype=torch.float16)}, TypeError, "one type"),
+    ({"bias": torch.zeros(4, dtype=torch.float16)}, TypeError, "one type"),
+    ({"bias": torch.zeros(5)}, ValueError, "bias"),
+    ({"implementation": "upcast"}, ValueError, "cannot be used here"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.zeros(2, 8), "weight": torch.zeros(4, 8)}
+    linear(**arguments)
+    with pytest.raises(error, match=message):
+        linear(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("ids", [[], [0], [9], [3, 3, 0, 9]], ids=str)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_embedding(ids: list[int], kind: torch.dtype, dtype: torch.dtype) -> None:
+    table = torch.randn(10, 7).to(dtype)
+    expected = [table[i] for i in ids]
+    for layout in (table, pack_linear_weight(table)):
+        y = embedding(torch.tensor(ids, dtype=kind), layout)
+        assert y.is_contiguous() and y.shape == (len(ids), 7)
+        assert all(torch.equal(row, wanted) for row, wanted in zip(y, expected, strict=True))
+
+
+def test_embedding_refuses_bad_arguments() -> None:
+    table = torch.zeros(10, 7)
+    for layout in (table, pack_linear_weight(table)):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([10]), layout)
+    with pytest.raises(TypeError, match="int32 or int64"):
+        embedding(torch.tensor([1.0]), table)
+    with pytest.raises(ValueError, match=r"ids \[T\]"):
+        embedding(torch.tensor([[1]]), table)
