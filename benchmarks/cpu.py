@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from hookline import Engine, EngineConfig, SamplingParams
 from hookline.config import read_environment
 from hookline.model_store import resolve_model

@@ -82,7 +82,7 @@ class _Hooks(Extension):
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
-    def tick(self) -> None:
+    def count(self) -> None:
         """Nothing: the sandbox counts the call."""
 
     def concat(self, *parts: object) -> str:
@@ -100,8 +100,8 @@ class _Watch(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        tick = self._hooks.call_method("tick", lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
+        count = self._hooks.call_method("count", lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.config import EngineConfig
-from hookline.errors import HooklineError, InvalidRequestError
+from hookline.errors import InvalidRequestError
 from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Runner, StepResult
 from hookline.execution.sampling_state import SamplingState, derive_seed
@@ -27,6 +27,7 @@ from hookline.scheduling.block_pool import BlockPool
 from hookline.scheduling.output import RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
 from hookline.scheduling.scheduler import Scheduler
+from hookline.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -152,12 +153,13 @@ class Engine:
         Raises:
             InvalidRequestError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
         """
+        ids: list[int]
         if isinstance(prompt, str):
             ids = self._require_tokenizer().encode(prompt)
         elif prompt and isinstance(prompt[0], Mapping):
-            ids = self._require_tokenizer().apply_chat_template([dict(m) for m in prompt])  # type: ignore[arg-type]
+            ids = self._require_tokenizer().apply_chat_template(cast(Sequence[Message], prompt))
         else:
-            ids = list(prompt)  # type: ignore[arg-type]
+            ids = list(cast(Sequence[int], prompt))
         wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
         if wrong:
             raise InvalidRequestError(
@@ -176,6 +178,11 @@ class Engine:
             self.scheduler.abort(child.request_id)
             self._end(child)
         return bool(children)
+
+    def _drop(self, request_id: str) -> None:
+        """Aborts a request whose caller has gone, and its report with it."""
+        self.abort(request_id)
+        self._outputs.forget(request_id)
 
     def abort_all(self) -> None:
         """Ends every request."""
@@ -252,7 +259,7 @@ class Engine:
             done = self._collect(ids, progress)
         except BaseException:
             for request_id in ids:
-                self.abort(request_id)
+                self._drop(request_id)
             raise
         return [done[request_id] for request_id in ids]
 
@@ -280,7 +287,7 @@ class Engine:
                         yield output
         finally:
             if not finished:
-                self.abort(request_id)
+                self._drop(request_id)
 
     # -- driving by hand -----------------------------------------------------------------------------------------------
 
@@ -306,7 +313,7 @@ class Engine:
 
     # -- details -------------------------------------------------------------------------------------------------------
 
-    def _require_tokenizer(self) -> Any:
+    def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "the checkpoint has no tokenizer, so the prompt cannot be text",
@@ -327,5 +334,5 @@ class Engine:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one; several as they are."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from hookline.checkpoint.random import RandomReader
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.checkpoint.snapshot import SnapshotOrigin, SnapshotReader
 from hookline.checkpoint.snapshot_writer import write_snapshot
-from hookline.config import EngineConfig, read_environment
+from hookline.config import Dtype, EngineConfig, read_environment
 from hookline.container import ContainerMap
 from hookline.errors import CheckpointError, DeviceError, ModelConfigError, NotEnoughMemoryError, UsageError
 from hookline.memory_planner import available_memory, format_bytes
@@ -75,8 +75,9 @@ def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = No
     _check_format(reader.weights_format, architecture)
     config = architecture.read_config(reader.hf_config)
     device = _device(engine_config.device)
-    is_snapshot = isinstance(reader, SnapshotReader) and engine_config.load_format != "random"
-    wanted = reader.origin.dtype if is_snapshot and engine_config.dtype == "auto" else engine_config.dtype
+    wanted: str = engine_config.dtype
+    if wanted == "auto" and isinstance(reader, SnapshotReader):
+        wanted = reader.origin.dtype
     dtype = _dtype(wanted, config.dtype, device, architecture)
     engine_config = dataclasses.replace(engine_config, device=str(device), dtype=dtype)
     model = architecture.build_model(config, engine_config, Parallel())
@@ -132,7 +133,7 @@ def architecture_name(hf_config: Mapping[str, Any]) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelConfigError(
             f"architectures is {names!r} in config.json; expected a list with the architecture's name",
-            hint="Add it, such as \"architectures\": [\"LlamaForCausalLM\"], if you know what the model is.",
+            hint="The file is damaged, or is no model's config. Download it again.",
         )
     return names[0]
 
@@ -204,7 +205,7 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: LoadedArchitecture) -> str:
+def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: LoadedArchitecture) -> Dtype:
     encodings = architecture.record.encodings
     if wanted == "auto":
         # Arithmetic in 16 bits is slower than in 32 on most CPUs, and the memory is there.
@@ -216,7 +217,7 @@ def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: Loa
             f"dtype is {wanted!r}, which the plugin for {architecture.record.name} does not load",
             hint=f"Choose one of {', '.join(encodings)}.",
         )
-    return wanted
+    return cast(Dtype, wanted)
 
 
 def _eos_token_ids(reader: CheckpointReader, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:

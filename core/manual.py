@@ -119,7 +119,9 @@ class ManualDriver:
             InvalidRequestError: if it is not tracked.
         """
         if uid not in self._tracked:
-            raise InvalidRequestError(f"uid {uid!r} is not tracked", field="uid", hint="Only uids that were put can be.")
+            raise InvalidRequestError(
+                f"uid {uid!r} is not tracked", field="uid", hint="Only uids that were put can be."
+            )
         self._tracked.pop(uid)[1].release()
 
     def _track(self, uid: Hashable) -> tuple[Request, RequestBlocks]:

@@ -60,7 +60,11 @@ class MemoryPlan:
             ("available", format_bytes(self.available), ""),
             ("weights", format_bytes(self.weights), ""),
             ("activations", format_bytes(self.activations), "one step at its largest"),
-            ("cache", format_bytes(self.cache), f"{tokens:,} tokens in {self.num_blocks:,} blocks of {self.block_size}"),
+            (
+                "cache",
+                format_bytes(self.cache),
+                f"{tokens:,} tokens in {self.num_blocks:,} blocks of {self.block_size}",
+            ),
             ("left", format_bytes(left), ""),
         ]
         lines = [f"  {name:<12} {size:>12}  {note}".rstrip() for name, size, note in rows]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hookline_kernels.linear import pack_linear_weight
 
 from hookline import parallel as sharding
 from hookline.errors import ModelConfigError
 from hookline.parallel import Parallel
+from hookline_kernels.linear import pack_linear_weight
 
 if TYPE_CHECKING:
     from hookline.config import EngineConfig

@@ -51,21 +51,23 @@ class _Completion:
 
 @dataclass(slots=True)
 class _Group:
-    """A user's request: its continuations, and what is known of it as a whole. Times are of the monotonic clock."""
+    """A user's request: its continuations, and what is known of it as a whole.
+
+    Attributes:
+        running: continuations whose end has not been taken.
+        arrived, scheduled, first_token: of the monotonic clock.
+    """
 
     request_id: str
     prompt: str | None
     completions: list[_Completion]
     stream: bool
     arrived: float
+    running: int
     scheduled: float | None = None
     first_token: float | None = None
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(c.request.status is RequestStatus.FINISHED for c in self.completions)
 
     def output(self) -> RequestOutput:
         first = self.completions[0].request
@@ -75,7 +77,7 @@ class _Group:
             prompt=self.prompt,
             prompt_token_ids=tuple(first.prompt_token_ids),
             outputs=tuple(c.output(index) for index, c in enumerate(self.completions)),
-            finished=self.finished,
+            finished=self.running == 0,
             usage=Usage(
                 prompt_tokens=len(first.prompt_token_ids),
                 completion_tokens=sum(len(c.request.output_token_ids) for c in self.completions),
@@ -111,7 +113,7 @@ class OutputProcessor:
 
     def add(self, request_id: str, prompt: str | None, requests: Sequence[Request], *, stream: bool) -> None:
         """Takes note of a user's request and its continuations."""
-        group = _Group(request_id, prompt, [], stream, time.monotonic())
+        group = _Group(request_id, prompt, [], stream, time.monotonic(), running=len(requests))
         if requests[0].params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(requests[0].prompt_token_ids)
         for request in requests:
@@ -173,10 +175,15 @@ class OutputProcessor:
         group, completion = owner
         completion.flush()
         group.error = group.error or error
-        if group.stream or group.finished:
+        group.running -= 1
+        if group.stream or not group.running:
             self._news[group.request_id] = group
-        if group.finished:
+        if not group.running:
             del self._groups[group.request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drops what there is to report of a request that nobody waits for."""
+        self._news.pop(request_id, None)
 
     def take_news(self) -> list[RequestOutput]:
         """What there is to report since the last call, in the order in which it came."""

@@ -18,6 +18,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+# Small models run faster on one thread, and tests may run beside each other.
+torch.set_num_threads(1)
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -46,7 +49,11 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    fields = {
+        "chat_template": CHAT_TEMPLATE,
+        "eos_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 

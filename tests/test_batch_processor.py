@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from hookline.batch_processor import BatchProcessor
 from hookline.config import EngineConfig
 from hookline.model import ModelConfig

@@ -94,7 +94,7 @@ def make_model(**fields: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen3")
     make_model().save_pretrained(folder)
     write_tokenizer(folder)
@@ -139,13 +139,13 @@ def test_the_guides_norms_of_queries_and_keys_matter(site: Path, tmp_path: Path)
 
 def test_the_guides_check_passes_and_can_fail(
     site: Path,
-    checkpoint: Path,
+    qwen3_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = tmp_path / "check.py"
-    monkeypatch.setattr(sys, "argv", ["check.py", str(checkpoint)])
+    monkeypatch.setattr(sys, "argv", ["check.py", str(qwen3_folder)])
     script.write_text(example_files()["check.py"])
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.splitlines()[-1:] == ["equal"]
@@ -159,18 +159,18 @@ def run_script(script: Path, site: Path, *arguments: str) -> subprocess.Complete
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
 
 
-def test_the_guides_plugin_is_listed_and_sound(site: Path, checkpoint: Path) -> None:
+def test_the_guides_plugin_is_listed_and_sound(site: Path, qwen3_folder: Path) -> None:
     listed = run_engine("list-models", folder=site)
     assert re.search(r"^Qwen3ForCausalLM +qwen3 +0\.1\.0 +ok", listed.stdout, re.MULTILINE), listed
     checked = run_engine("plugins", "--check", folder=site)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    shown = run_engine("show", str(checkpoint), folder=site)
+    shown = run_engine("show", str(qwen3_folder), folder=site)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "hookline-qwen3" in shown.stdout or "qwen3" in shown.stdout
 
 
-def test_the_guides_plugin_serves_random_weights(site: Path, checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+def test_the_guides_plugin_serves_random_weights(site: Path, qwen3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((qwen3_folder / "config.json").read_text())
     script = tmp_path / "random_weights.py"
     (code,) = [block for block in blocks(GUIDE, "python") if 'load_format="random"' in block]
     script.write_text(code.replace('"MODEL"', repr(str(tmp_path))))
@@ -230,6 +230,23 @@ def test_the_guides_plugin_serves_gguf(site: Path, tmp_path: Path) -> None:
     assert served(tmp_path / "model.gguf") == [expected(model, prompt) for prompt in PROMPTS]
 
 
+def test_readmes_first_plugin_is_found(tmp_path: Path) -> None:
+    (pyproject,), (module,) = blocks("README.md", "toml"), [b for b in blocks("README.md", "python") if "hookimpl" in b]
+    about = tomllib.loads(pyproject)
+    name = module.splitlines()[0].removeprefix("# ")
+    assert about["tool"]["setuptools"]["py-modules"] == [name.removesuffix(".py")]
+    entry_points = about["project"]["entry-points"]["hookline.architectures"]
+    install_wheel(build_wheel(tmp_path, about["project"]["name"], "0.1.0", {name: module}, entry_points), tmp_path)
+    listed = run_engine("list-models", folder=tmp_path)
+    assert re.search(r"^HelloForCausalLM +hello +0\.1\.0 +ok", listed.stdout, re.MULTILINE), listed
+    assert run_engine("plugins", "--check", folder=tmp_path).returncode == 0
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"architectures": ["HelloForCausalLM"]}')
+    shown = run_engine("show", str(tmp_path / "model"), "--load-format", "random", folder=tmp_path)
+    assert shown.returncode == 5
+    assert "hookline_read_config" in shown.stderr
+
+
 def documented_commands() -> list[tuple[str, str]]:
     """Every `engine ...` line of shell blocks, with the document that has it."""
     found = []
@@ -251,7 +268,7 @@ def test_a_documented_command_is_one(document: str, line: str) -> None:
     command.make_parser(click.Context(command, info_name=name, parent=context)).parse_args(arguments)
 
 
-@pytest.mark.parametrize("code", [b for b in blocks("README.md", "python") if "import" in b], ids=lambda _: "example")
+@pytest.mark.parametrize("code", [b for b in blocks("README.md", "python") if "Engine(" in b], ids=lambda _: "example")
 def test_readmes_python_runs(code: str, tiny_llama: Path, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     replaced = code.replace('"smollm2-135m-instruct"', repr(str(tiny_llama)))

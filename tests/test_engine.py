@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from hookline import Engine, EngineConfig, SamplingParams
 from hookline.checkpoint.module import ModuleReader
 from hookline.errors import (
@@ -164,7 +165,11 @@ class TestOptions:
     def test_a_seeded_request_does_not_see_its_neighbours(self, engine: Engine) -> None:
         params = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=11, ignore_eos=True)
         alone = tokens(engine, temperature=1.0, top_p=0.95, seed=11, max_tokens=12)
-        others = [SamplingParams(max_tokens=9, temperature=2.0, ignore_eos=True), GREEDY, dataclasses.replace(params, seed=12)]
+        others = [
+            SamplingParams(max_tokens=9, temperature=2.0, ignore_eos=True),
+            GREEDY,
+            dataclasses.replace(params, seed=12),
+        ]
         outputs = engine.generate([PROMPT[:5], PROMPT[:9], PROMPT, PROMPT], [*others, params])
         assert list(outputs[3].outputs[0].token_ids) == alone
         assert list(outputs[2].outputs[0].token_ids) != alone
@@ -228,7 +233,14 @@ class TestOptions:
 class TestFaults:
     @pytest.mark.parametrize(
         ("prompt", "named"),
-        [("", "empty"), ([], "empty"), ([-1], "token ids"), ([320], "token ids"), ([True], "token ids"), ([1] * 200, "200")],
+        [
+            ("", "empty"),
+            ([], "empty"),
+            ([-1], "token ids"),
+            ([320], "token ids"),
+            ([True], "token ids"),
+            ([1] * 200, "200"),
+        ],
     )
     def test_bad_prompts_are_refused(self, engine: Engine, prompt: Any, named: str) -> None:
         with pytest.raises(InvalidRequestError, match=named):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hookline import Engine, EngineConfig, SamplingParams
 from hookline.errors import InvalidRequestError
 from hookline.manual import SchedulingError, SchedulingResult
@@ -76,9 +77,7 @@ def test_earlier_logits_stay_as_they_were(engine: Engine) -> None:
         (["b", "c", "d"], [9, 9, 9], SchedulingResult.CACHE_LIMIT),
     ],
 )
-def test_every_result_occurs(
-    engine: Engine, uids: list[object], lengths: list[int], result: SchedulingResult
-) -> None:
+def test_every_result_occurs(engine: Engine, uids: list[object], lengths: list[int], result: SchedulingResult) -> None:
     engine.put(["held"], [[1] * 32])
     if result is SchedulingResult.CACHE_LIMIT:
         engine.put(["held"], [[1] * 8])  # 5 blocks held, 5 free, 6 wanted

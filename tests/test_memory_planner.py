@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from hookline.config import EngineConfig, parse_bytes
 from hookline.errors import NotEnoughMemoryError, UsageError
 from hookline.memory_planner import MemoryPlanner, available_memory, format_bytes
@@ -73,7 +74,8 @@ def test_each_remedy_works(available: int, options: dict[str, int]) -> None:
     with pytest.raises(NotEnoughMemoryError) as caught:
         plan(available, **options)
     assert "Memory on cpu:" in caught.value.message
-    remedies = [dict(re.findall(r"--(max-model-len|kv-cache-memory) (\S+)", line)) for line in caught.value.hint.splitlines()]
+    lines = caught.value.hint.splitlines()
+    remedies = [dict(re.findall(r"--(max-model-len|kv-cache-memory) (\S+)", line)) for line in lines]
     remedies = [found for found in remedies if found]
     assert remedies
     for found in remedies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -14,7 +15,7 @@ from hookline.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ENGINE_DEFAULTS = {entry.name: entry.default for entry in dataclasses.fields(EngineConfig)}
+_ENGINE_DEFAULTS = MappingProxyType({entry.name: entry.default for entry in dataclasses.fields(EngineConfig)})
 _ENGINE_FIELDS = (
     *("dtype", "device", "load_format", "max_model_len", "max_batch_tokens", "max_running"),
     *("block_size", "kv_cache_memory", "prefix_caching", "offline"),

@@ -90,7 +90,7 @@ def _is_message(value: object) -> bool:
 
 def _parse(line: bytes, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"line {number} is no sound JSON: {error}") from None
     if not isinstance(row, dict):

@@ -18,7 +18,7 @@ Results go to stdout, progress and messages to stderr.
 
 
 def render() -> str:
-    """The whole page."""
+    """All of docs/cli.md."""
     return "\n".join([_HEAD, *_sections()])
 
 

@@ -30,10 +30,10 @@ def snapshot(ctx: click.Context, /, model: str, folder: Path, **values: Any) -> 
     """
     config = engine_config(model, values, ctx.obj)
     find_model(config)
-    with ProgressDisplay(f"Loading {model}") as progress:
+    with ProgressDisplay(f"Loading {Path(model).name}") as progress:
         from hookline.loading import load_model, save_snapshot
 
         loaded = load_model(config, progress=progress)
-    with ProgressDisplay(f"Writing {folder}") as progress:
+    with ProgressDisplay(f"Writing {folder.name}") as progress:
         save_snapshot(loaded, folder, progress)
     click.echo(str(folder))

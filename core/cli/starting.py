@@ -32,7 +32,7 @@ def find_model(config: EngineConfig) -> Path:
 def start_engine(config: EngineConfig) -> Engine:
     """An engine with its weights loaded."""
     find_model(config)
-    with ProgressDisplay(f"Loading {config.model}") as progress:
+    with ProgressDisplay(f"Loading {Path(config.model).name}") as progress:
         from hookline.engine import Engine
 
         return Engine(config, progress=progress)

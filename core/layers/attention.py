@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from hookline.model import ForwardBatch
 from hookline_kernels.attention_decode import attention_decode
 from hookline_kernels.attention_prefill import attention_prefill
 from hookline_kernels.cache_write import cache_write
-
-from hookline.model import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from hookline_kernels.activation import gated_activation
 from hookline_kernels.linear import linear
 

@@ -1,7 +1,7 @@
 """Where the Triton kernels run in these tests, what their results are held to, and cases for the attention tests.
 
-With a CUDA device the kernels are compiled and run there, and those tests carry the mark `gpu`. Without one they run
-under Triton's interpreter, which has to be switched on before anything imports the kernels.
+Under Triton's interpreter, which has to be switched on before anything imports the kernels, they run on CPU tensors.
+With a CUDA device and TRITON_INTERPRET=0 they are compiled and run there, and those tests carry the mark `gpu`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ TOLERANCES = {
     torch.bfloat16: (1.6e-2, 2.4e-3),
 }
 
-TRITON_TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
+TRITON_TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if ON_GPU:
         for item in items:
             if "triton_device" in getattr(item, "fixturenames", ()):
                 item.add_marker("gpu")
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def triton_device() -> torch.device:
     """The device of the tensors that are given to Triton kernels."""
-    if torch.cuda.is_available():
+    if ON_GPU:
         return torch.device("cuda")
     assert not isinstance(rms_norm_kernel, triton.JITFunction), (
         "the kernels were imported before TRITON_INTERPRET=1 was set; tests/conftest.py has to set it"

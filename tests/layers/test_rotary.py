@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hookline.errors import ModelConfigError
-from hookline.layers.rotary import ROPE_TYPES, Rotary, read_rope
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hookline.errors import ModelConfigError
+from hookline.layers.rotary import ROPE_TYPES, Rotary, read_rope
 
 HEAD_DIM = 32
 PAIRS = HEAD_DIM // 2
@@ -52,7 +53,9 @@ def test_equals_transformers_for_a_whole_prompt(rope_type: str, length: int) -> 
     torch.testing.assert_close(sin, want_sin, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("extra", [{"attention_factor": 1.7}, {"mscale": 0.7, "mscale_all_dim": 0.9}, {"truncate": False}])
+@pytest.mark.parametrize(
+    "extra", [{"attention_factor": 1.7}, {"mscale": 0.7, "mscale_all_dim": 0.9}, {"truncate": False}]
+)
 def test_yarn_options(extra: dict[str, object]) -> None:
     positions = torch.arange(300)
     cos, sin = Rotary(read_rope(fields("yarn", **extra), HEAD_DIM), torch.device("cpu"))(positions, None)

@@ -93,6 +93,8 @@ class Simulation:
         self.pool = BlockPool(rng.randint(2, 24), self.block_size, prefix_caching=rng.random() < 0.85)
         self.natural = rng.random() < 0.7
         self.max_model_len = rng.randint(2, 60)
+        if rng.random() < 0.8:
+            self.max_model_len = max(2, min(self.max_model_len, self.pool.num_blocks * self.block_size))
         self.max_batch_tokens = rng.randint(1, 40)
         self.scheduler = Scheduler(
             self.pool,
@@ -132,6 +134,8 @@ class Simulation:
         rng = self.rng
         prompt = rng.choice(self.stems)[: rng.choice((0, 4, 8, 16, 24, 40))]
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 5))]
+        if rng.random() < 0.9:
+            prompt = prompt[: rng.randint(1, self.max_model_len)]
         params = SamplingParams(
             max_tokens=rng.choice((None, 1, 2, 5, 20)),
             min_tokens=rng.choice((0, 0, 1)),
@@ -143,7 +147,7 @@ class Simulation:
             str(len(self.followed)),
             prompt,
             params,
-            max_total_tokens=rng.randint(1, self.max_model_len),
+            max_total_tokens=rng.choice((rng.randint(1, self.max_model_len), self.max_model_len)),
             eos_token_ids=frozenset((EOS,)),
             cache_salt=rng.choice((b"", b"", b"other")),
         )

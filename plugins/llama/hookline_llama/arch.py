@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from hookline.container import ContainerMap
     from hookline.parallel import Parallel
     from hookline.weight_adapter import WeightAdapter
-
     from hookline_llama.config import LlamaConfig
     from hookline_llama.model import LlamaModel
 

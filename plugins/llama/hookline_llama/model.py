@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+
 from hookline.config import EngineConfig
 from hookline.layers.attention import Attention
 from hookline.layers.mlp import gated_mlp
@@ -19,7 +20,6 @@ from hookline_kernels.embedding import embedding
 from hookline_kernels.linear import linear
 from hookline_kernels.rms_norm import rms_norm
 from hookline_kernels.rotary import apply_rotary
-
 from hookline_llama.config import LlamaConfig
 from hookline_llama.container import LlamaLayer, LlamaWeights
 
@@ -96,7 +96,7 @@ class LlamaModel(TransformerModel):
     ) -> torch.Tensor:
         heads, dim = self.heads, self.config.head_dim
         qkv = linear(hidden, layer.qkv_w, layer.qkv_b).view(len(hidden), -1, dim)
-        q, k, v = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        q, k, v = qkv.tensor_split((heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1)
         q, k = apply_rotary(q, k, *rotary)
         return linear(self.attention(index, q, k, v, batch), layer.attn_out_w, layer.attn_out_b)
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable
 
 import torch
+
 from hookline.errors import CheckpointError
 from hookline.weight_adapter import LazyTensor, WeightAdapter
-
 from hookline_llama.config import LlamaConfig
 
 _TOP = {
