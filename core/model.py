@@ -134,9 +134,9 @@ class ForwardBatch:
 class TransformerModel(ABC):
     """A decoder on one rank. It is built without weights, and runs once its containers are filled.
 
-    An architecture derives from this class, declares its containers, and writes `forward` on them. The `transform_*` methods
-    take a whole tensor in the canonical layout (docs/containers.md), cut this rank's part and bring it to the layout
-    that the kernels want, on the device.
+    An architecture derives from this class, declares its containers, and writes `forward` on them. The `transform_*`
+    methods take a whole tensor in the canonical layout (docs/containers.md), cut this rank's part and bring it to the
+    layout that the kernels want, on the device.
     """
 
     def __init__(self, config: TransformerConfig, engine_config: EngineConfig, parallel: Parallel) -> None:

@@ -187,7 +187,7 @@ class SamplingParams:
         if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
             raise _invalid(name, value, "a text or a list of texts")
         if len(value) > most:
-            raise _invalid(name, f"{len(value)} texts", f"at most {most} texts")
+            raise _invalid(name, value, f"at most {most} texts", found=f"a list of {len(value)}")
         for text in value:
             if not text or len(text) > MAX_STOP_CHARS:
                 raise _invalid(name, text, f"texts of 1 to {MAX_STOP_CHARS} characters")
@@ -198,14 +198,16 @@ class SamplingParams:
         if not isinstance(value, list | tuple) or not all(type(item) is int and 0 <= item < 2**31 for item in value):
             raise _invalid(name, value, "a list of token ids: whole numbers of at least 0")
         if most is not None and len(value) > most:
-            raise _invalid(name, f"{len(value)} token ids", f"at most {most} token ids")
+            raise _invalid(name, value, f"at most {most} token ids", found=f"a list of {len(value)}")
         self._set(name, tuple(value))
 
     def _freeze_logit_bias(self) -> None:
         value: Any = self.logit_bias
         if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
-            found = f"{len(value)} entries" if isinstance(value, Mapping) else value
-            raise _invalid("logit_bias", found, f"a mapping of at most {MAX_LOGIT_BIAS} token ids to numbers")
+            found = f"a mapping of {len(value)}" if isinstance(value, Mapping) else ""
+            raise _invalid(
+                "logit_bias", value, f"a mapping of at most {MAX_LOGIT_BIAS} token ids to numbers", found=found
+            )
         frozen: dict[int, float] = {}
         for key, bias in value.items():
             token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
@@ -224,6 +226,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _invalid(name: str, value: object, wanted: str, hint: str = "") -> InvalidRequestError:
-    shown = value if isinstance(value, str) and value[:1].isdigit() else repr(value)
-    return InvalidRequestError(f"{name} is {shown[:80]}; it must be {wanted}", field=name, hint=hint)
+def _invalid(name: str, value: object, wanted: str, hint: str = "", found: str = "") -> InvalidRequestError:
+    shown = found or repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return InvalidRequestError(f"{name} is {shown}; it must be {wanted}", field=name, hint=hint)

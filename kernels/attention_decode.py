@@ -67,17 +67,18 @@ def attention_decode_torch(
     visible = None
     if len(contexts) == 1:
         begin = max(0, contexts[0] - window) if window else 0
-        table = block_tables[0].tolist()
-        keys, values = (read_context(cache, table, begin, contexts[0]).unsqueeze(0) for cache in (k_cache, v_cache))
+        keys, values = read_context((k_cache, v_cache), block_tables[0].tolist(), begin, contexts[0])
     else:
         slots, visible = _visible_slots(block_tables, context_lens, contexts, k_cache.shape[1], window)
         rows = slots.reshape(-1)
         keys, values = (
-            cache.flatten(0, 1).index_select(0, rows).view(*slots.shape, *cache.shape[2:])
+            cache.flatten(0, 1).index_select(0, rows).view(*slots.shape, *cache.shape[2:]).transpose(1, 2)
             for cache in (k_cache, v_cache)
         )
     queries = q.reshape(q.shape[0], k_cache.shape[2], -1, q.shape[2])
-    result = _attend(queries, keys.to(q.dtype), values.to(q.dtype), visible, scale, soft_cap)
+    if keys.dtype != q.dtype:
+        keys, values = keys.to(q.dtype), values.to(q.dtype)
+    result = _attend(queries, keys, values, visible, scale, soft_cap)
     out.view(queries.shape).copy_(result)
     if min(contexts) == 0:
         out.masked_fill_((context_lens == 0).view(-1, 1, 1), 0.0)
@@ -115,8 +116,7 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """queries [B, K, G, D] against keys and values [B, L, K, D]; visible [B, L]."""
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    """queries [B, K, G, D] against keys and values [B, K, L, D]; visible [B, L]."""
     mask = None if visible is None else visible[:, None, None, :]
     if soft_cap is None:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)

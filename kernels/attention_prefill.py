@@ -82,11 +82,9 @@ def attention_prefill_torch(
             continue
         computed = context - count
         lowest = max(0, computed - window + 1) if window else 0
-        table = block_tables[request].tolist()
-        keys, values = (
-            read_context(cache, table, lowest, context).to(q.dtype).transpose(0, 1).unsqueeze(0)
-            for cache in (k_cache, v_cache)
-        )
+        keys, values = read_context((k_cache, v_cache), block_tables[request].tolist(), lowest, context)
+        if keys.dtype != q.dtype:
+            keys, values = keys.to(q.dtype), values.to(q.dtype)
         whole = computed == 0 and soft_cap is None and (window is None or count <= window)
         step = count if whole else CPU_ROWS
         for row in range(0, count, step):

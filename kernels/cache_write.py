@@ -23,7 +23,7 @@ def cache_write_reference(values: Sequence[torch.Tensor], caches: Sequence[torch
     """The formula in plain torch."""
     kept = slots >= 0
     for value, cache in zip(values, caches, strict=True):
-        cache.view(-1, *cache.shape[2:])[slots[kept]] = value[kept].to(cache.dtype)
+        cache.flatten(0, 1)[slots[kept]] = value[kept].to(cache.dtype)
 
 
 def cache_write_torch(values: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
@@ -34,8 +34,8 @@ def cache_write_torch(values: Sequence[torch.Tensor], caches: Sequence[torch.Ten
     """
     try:
         for value, cache in zip(values, caches, strict=True):
-            flat = cache.view(-1, *cache.shape[2:])
-            flat.index_copy_(0, slots, value if value.dtype == cache.dtype else value.to(cache.dtype))
+            entries = value if value.dtype == cache.dtype else value.to(cache.dtype)
+            cache.flatten(0, 1).index_copy_(0, slots, entries)
     except IndexError:
         count = caches[0].shape[0] * caches[0].shape[1]
         if int(slots.max()) >= count:

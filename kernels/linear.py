@@ -6,7 +6,7 @@ Shapes: x [T, in], weight [out, in], bias [out], y [T, out].
 
 On the CPU a weight is best stored column-major (`pack_linear_weight`): the matrix product then streams it in its own
 order whatever T is. 16-bit types on a CPU without matrix instructions for them are multiplied in fp32, a panel of the
-weight at a time; for one or two tokens torch's own dot products are faster. On a GPU the product is the vendor
+weight at a time; for a few tokens torch's own dot products are faster. On a GPU the product is the vendor
 library's.
 """
 
@@ -24,7 +24,7 @@ from hookline_kernels.implementations import Implementation, choose
 PANEL = 3072
 
 # Up to so many tokens torch's 16-bit dot products beat the conversion of the weight.
-DIRECT_TOKENS = 2
+DIRECT_TOKENS = 3
 
 LinearInput = tuple[torch.Tensor, torch.Tensor]
 
@@ -82,7 +82,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 def _upcast_pays(query: LinearInput) -> str | None:
     x, _ = query
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
-        return f"it is for 16-bit types on the CPU, x is {x.dtype} on {x.device}"
+        return "it is for 16-bit types on the CPU"
     if has_native_16bit_products(x.dtype):
         return f"this CPU has matrix instructions for {x.dtype}"
     if x.shape[0] <= DIRECT_TOKENS:

@@ -60,28 +60,31 @@ def apply_rotary_torch(
     """For the CPU: queries and keys that lie side by side are turned as one tensor of H + K heads."""
     joint = _joint_heads(q, k)
     half = cos.shape[1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     for x in (q, k) if joint is None else (joint,):
         turned = x if x.shape[2] == 2 * half else x[..., : 2 * half]
-        pairs = turned.view(*x.shape[:2], half, 2) if interleaved else turned.view(*x.shape[:2], 2, half)
-        axis = 3 if interleaved else 2
-        a, b = pairs.unbind(axis)
-        result = pairs * cos.unsqueeze(1).unsqueeze(axis)
-        new_a, new_b = result.unbind(axis)
-        new_a.addcmul_(b, sin.unsqueeze(1), value=-1)
-        new_b.addcmul_(a, sin.unsqueeze(1))
-        pairs.copy_(result)
+        work = turned.float()  # the same memory when it is fp32 already
+        a, b = (work[..., 0::2], work[..., 1::2]) if interleaved else work.chunk(2, dim=-1)
+        b_part = a * sin
+        a.mul_(cos).addcmul_(b, sin, value=-1)
+        b.mul_(cos).add_(b_part)
+        if work is not turned:
+            turned.copy_(work)
 
 
 def _joint_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
     """[T, H + K, D] over the memory of q and k, when k's heads follow q's in the same rows."""
     tokens, heads, size = q.shape
+    head_stride = q.stride(1)
     adjacent = (
-        q.dtype == k.dtype
-        and q.stride() == k.stride()
-        and k.storage_offset() == q.storage_offset() + heads * q.stride(1)
+        k.storage_offset() == q.storage_offset() + heads * head_stride
         and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        and k.stride(1) == head_stride
+        and (tokens == 1 or q.stride(0) == k.stride(0))  # a single row's stride may be anything
     )
-    return q.as_strided((tokens, heads + k.shape[1], size), q.stride(), q.storage_offset()) if adjacent else None
+    if not adjacent:
+        return None
+    return q.as_strided((tokens, heads + k.shape[1], size), (q.stride(0), head_stride, 1), q.storage_offset())
 
 
 @triton.jit

@@ -18,6 +18,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hookline.config import read_environment
+from hookline.model_store import DEFAULT_MODEL, resolve_model
+
 # Small models run faster on one thread, and tests may run beside each other.
 torch.set_num_threads(1)
 
@@ -94,3 +97,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def tiny_llama(checkpoint: Callable[..., Path]) -> Path:
     """The plain tiny Llama."""
     return checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's file, pulled into the user's cache where it is not there yet."""
+    environment = read_environment()
+    return resolve_model(DEFAULT_MODEL, environment, offline=environment.offline)

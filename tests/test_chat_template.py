@@ -42,7 +42,7 @@ TEMPLATES = {
     "defined": "{{ tools is defined }}{{ tools is none }}{{ documents is none }}{{ thinking is defined }}{{ x }}",
     "filters": "{{ messages | map(attribute='role') | join(', ') }}{{ 'a b' | replace(' ', '_') | upper }}"
     "{{ 3.7 | int }}{{ messages | selectattr('role', '==', 'user') | list | length }}{{ 'x\ny' | indent(2) }}"
-    "{{ 'é<' | e }}{{ '%s-%d' | format('a', 3) }}{{ {'b': 1, 'a': 2} | dictsort }}{{ {'b': 1} | items | list }}{{ [3, 1] | sort }}",
+    "{{ 'é<' | e }}{{ '%s-%d' | format('a', 3) }}{{ {'b': 1, 'a': 2} | dictsort }}{{ [3, 1] | sort | first }}",
     "operators": "{{ 'a' * 3 + 'b' }}{{ 'n: %s' % 5 }}{{ 2 ** 8 }}{{ 7 // 2 }}{{ [1] + [2] }}{{ 'x' ~ 1 ~ none }}"
     "{{ '{} {a}'.format(1, a=2) }}{{ ', '.join(['a', 'b']) }}",
     "set block": "{% set x %}{{ messages[1].content }}!{% endset %}{{ x }}{{ bos_token }}{{ eos_token }}",

@@ -150,7 +150,7 @@ def test_the_guides_check_passes_and_can_fail(
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.splitlines()[-1:] == ["equal"]
     script.write_text(example_files()["check.py"].replace("torch.tensor([prompt])", "torch.tensor([[1, *prompt]])"))
-    with pytest.raises(SystemExit, match="differs with {}"):
+    with pytest.raises(SystemExit, match=r"differs with \{\}"):
         runpy.run_path(str(script), run_name="__main__")
 
 

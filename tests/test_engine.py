@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class TestResults:
     def test_streaming_adds_up_to_the_whole(self, engine: Engine) -> None:
         seen = list(engine.stream(PROMPT, GREEDY))
         texts = [o.outputs[0].text for o in seen]
-        assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
         assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
         assert len(seen) >= 16
         whole = engine.generate(PROMPT, GREEDY)[0]

@@ -10,7 +10,7 @@ import torch
 
 from hookline_kernels.rms_norm import rms_norm
 
-SHAPES = [(0, 64), (1, 1), (1, 576), (3, 63), (16, 64), (17, 65), (2, 1023), (2, 3, 80)]
+SHAPES = [(0, 64), (1, 1), (1, 576), (3, 63), (16, 64), (17, 65), (2, 1023), (33, 1000), (2, 3, 80)]
 
 
 def formula(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:

@@ -172,8 +172,8 @@ class Simulation:
         self.seen["abort computed in flight"] += self.abort_rarely()
         if not self.quiet and self.rng.random() < 0.01:
             lost = [part.request for part in batch.requests if part.request.status is RequestStatus.RUNNING]
-            assert self.scheduler.fail(batch) == lost
-            assert all(request.finish_reason is FinishReason.ERROR for request in lost)
+            ended = self.scheduler.fail(batch)
+            assert ended == lost and all(request.finish_reason is FinishReason.ERROR for request in lost)
             self.seen["failed step"] += 1
             return
         results = self.scheduler.update(batch, sampled)
@@ -231,8 +231,8 @@ class Simulation:
         if request.status is RequestStatus.WAITING:
             state = "preempted" if request.preemptions else "waiting"
         self.seen["abort " + state] += 1
-        assert self.scheduler.abort(request.request_id) is request
-        assert self.scheduler.abort(request.request_id) is None
+        answers = [self.scheduler.abort(request.request_id) for _ in range(2)]
+        assert answers == [request, None]
         assert request.finish_reason is FinishReason.ABORT
         return 1
 
