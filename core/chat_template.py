@@ -76,7 +76,7 @@ class _Budget:
 class _Hooks(Extension):
     """Targets of the calls that `_Watch` writes into the template, and the `generation` tag."""
 
-    tags = {"generation"}  # noqa: RUF012  (Jinja reads a set here)
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

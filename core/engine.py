@@ -7,7 +7,7 @@ file puts requests in at the one end and takes results out at the other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -275,7 +275,7 @@ class Engine:
                         progress(len(done), total)
         return done
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One prompt, reported at each of its tokens; the last report is finished. Closing it aborts the request."""
         request_id = self.add_request(prompt, params, stream=True)
         finished = False

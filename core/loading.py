@@ -117,7 +117,7 @@ def load_model(
     return LoadedModel(
         opened=opened,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(reader, tokenizer, opened.config.vocab_size),
+        eos_token_ids=frozenset(i for i in eos_token_ids(reader, tokenizer) if i < opened.config.vocab_size),
         weights_bytes=parameter_bytes(containers),
         available_bytes=available,
     )
@@ -220,12 +220,12 @@ def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: Loa
     return cast(Dtype, wanted)
 
 
-def _eos_token_ids(reader: CheckpointReader, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+def eos_token_ids(reader: CheckpointReader, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The generation config's end tokens; without any, the config's; without those, the tokenizer's own."""
     for fields in (reader.generation_config, reader.hf_config):
         value = fields.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found = frozenset(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size)
+        found = frozenset(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
         if found:
             return found
     return frozenset() if tokenizer is None else tokenizer.eos_token_ids

@@ -6,8 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hookline.sampling_params import TokenLogprobs
-from hookline.scheduling.output import CompletionOutput, RequestOutput, StopStringMatcher, Timing, Usage
+from hookline.scheduling.output import (
+    CompletionOutput,
+    RequestOutput,
+    StopStringMatcher,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from hookline.scheduling.request import Request, RequestStatus, ScheduledBatch
 from hookline.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -20,7 +26,7 @@ class _Completion:
     detokenizer: IncrementalDetokenizer | None
     matcher: StopStringMatcher
     text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def push(self, token: int) -> None:
         """Takes one token that is part of the text."""
@@ -67,7 +73,7 @@ class _Group:
     scheduled: float | None = None
     first_token: float | None = None
     error: str | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def output(self) -> RequestOutput:
         first = self.completions[0].request
@@ -143,14 +149,14 @@ class OutputProcessor:
             if owner is not None and owner[0].scheduled is None:
                 owner[0].scheduled = now
 
-    def take_prompt_logprobs(self, found: Mapping[str, tuple[int, list[TokenLogprobs]]]) -> None:
+    def take_prompt_logprobs(self, found: Mapping[str, tuple[int, list[TokenLogprob]]]) -> None:
         """Takes entries of prompt tokens: by request id, the first token's place and the entries from there on."""
         for request_id, (start, entries) in found.items():
             owner = self._owners.get(request_id)
             if owner is not None and owner[0].prompt_logprobs is not None:
                 owner[0].prompt_logprobs[start : start + len(entries)] = entries
 
-    def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: TokenLogprobs | None) -> bool:
+    def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: TokenLogprob | None) -> bool:
         """Takes a request's new tokens; true if their text completes a stop string."""
         owner = self._owners.get(request.request_id)
         if owner is None or not tokens:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from hookline.errors import InvalidRequestError
-from hookline.scheduling.output import TokenLogprob
 
 MAX_LOGPROBS = 20
 MAX_N = 64
@@ -21,8 +20,6 @@ MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5
-
-TokenLogprobs = TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,9 @@ def rms_norm_torch(
     if weight_offset != 0.0:
         weight = weight.float() + weight_offset
     if x.numel() <= SMALL and weight.dtype == x.dtype:
-        y: torch.Tensor = torch.rms_norm(x, weight.shape, weight, eps)
-        return y
+        return torch.rms_norm(x, weight.shape, weight, eps)
     rows = x.float()
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     normed = rows * norm.square_().mul_(1.0 / rows.shape[-1]).add_(eps).rsqrt_()
     return normed.mul_(weight).to(x.dtype)
 

@@ -53,7 +53,7 @@ def write_snapshot(
         CheckpointError: if `folder` is no snapshot, a tensor's type is not supported, or the disk is full.
     """
     folder = folder.absolute()
-    _refuse_overwriting(folder)
+    check_target(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -78,7 +78,8 @@ def write_snapshot(
         raise CheckpointError(f"the snapshot {folder} cannot be written: {error}") from error
 
 
-def _refuse_overwriting(folder: Path) -> None:
+def check_target(folder: Path) -> None:
+    """Raises CheckpointError if a snapshot may not be written there: only a snapshot or nothing is replaced."""
     if folder.is_dir() and ((folder / MANIFEST_FILE).is_file() or not any(folder.iterdir())):
         return
     if folder.exists() or folder.is_symlink():

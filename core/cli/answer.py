@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,9 +20,8 @@ def stream_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> Gen
     Closing it aborts the request.
     """
     shown = ""
-    reports = cast("Generator[RequestOutput, None, None]", engine.stream(prompt, params))
     try:
-        with closing(reports):
+        with closing(engine.stream(prompt, params)) as reports:
             for output in reports:
                 new, shown = output.outputs[0].text[len(shown) :], output.outputs[0].text
                 click.echo(new, nl=False)

@@ -12,7 +12,7 @@ from hookline.checkpoint.loader import adapted
 from hookline.checkpoint.reader import CheckpointReader
 from hookline.config import EngineConfig
 from hookline.errors import HooklineError
-from hookline.loading import OpenedModel, architecture_name, open_model
+from hookline.loading import OpenedModel, architecture_name, eos_token_ids, open_model
 from hookline.memory_planner import MemoryPlan, available_memory
 from hookline.model import ModelConfig
 from hookline.plugins import Claim
@@ -107,13 +107,9 @@ def _end_tokens(reader: CheckpointReader) -> list[dict[str, Any]]:
     source = reader.tokenizer_source
     has_tokenizer = source.tokenizer is not None or source.tokenizer_json is not None
     tokenizer = Tokenizer.from_source(source) if has_tokenizer else None
-    ids: list[int] = [] if tokenizer is None else sorted(tokenizer.eos_token_ids)
-    for fields in (reader.hf_config, reader.generation_config):
-        value = fields.get("eos_token_id")
-        ids = [item for item in (value if isinstance(value, list) else [value]) if type(item) is int] or ids
     return [
         {"id": token, "text": tokenizer.token_text(token) if tokenizer is not None and tokenizer.knows(token) else None}
-        for token in ids
+        for token in sorted(eos_token_ids(reader, tokenizer))
     ]
 
 

@@ -28,11 +28,13 @@ def snapshot(ctx: click.Context, /, model: str, folder: Path, **values: Any) -> 
       engine snapshot smollm2-135m-instruct ./smollm2
       engine generate -m ./smollm2 "Hello"
     """
+    from hookline.checkpoint.snapshot_writer import check_target
+    from hookline.loading import load_model, save_snapshot
+
     config = engine_config(model, values, ctx.obj)
+    check_target(folder.absolute())
     find_model(config)
     with ProgressDisplay(f"Loading {Path(model).name}") as progress:
-        from hookline.loading import load_model, save_snapshot
-
         loaded = load_model(config, progress=progress)
     with ProgressDisplay(f"Writing {folder.name}") as progress:
         save_snapshot(loaded, folder, progress)

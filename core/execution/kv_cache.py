@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from hookline.model import CacheSpec, CacheTensors
@@ -12,14 +13,19 @@ from hookline.model import CacheSpec, CacheTensors
 def allocate_cache(
     specs: Sequence[CacheSpec], num_blocks: int, block_size: int, device: torch.device
 ) -> Mapping[str, Sequence[CacheTensors]]:
-    """Zeroed cache of all groups. On a CPU its memory is taken from the system as blocks are first written."""
+    """Zeroed cache of all groups. On a CPU its memory is resident only once blocks are written."""
     return {
         spec.name: tuple(
-            {
-                name: torch.zeros((num_blocks, block_size, *shape), dtype=spec.dtype, device=device)
-                for name, shape in spec.entries
-            }
+            {name: _zeros((num_blocks, block_size, *shape), spec.dtype, device) for name, shape in spec.entries}
             for _ in range(spec.num_layers)
         )
         for spec in specs
     }
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every byte; numpy asks the system for pages that are zero until they are used.
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)

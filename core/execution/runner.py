@@ -11,7 +11,7 @@ from hookline.batch_processor import BatchProcessor, PromptSpan
 from hookline.execution.sampler import Sampler, prompt_logprobs
 from hookline.execution.sampling_state import SamplingState
 from hookline.model import CacheTensors, TransformerModel
-from hookline.sampling_params import TokenLogprobs
+from hookline.scheduling.output import TokenLogprob
 from hookline.scheduling.request import Request, ScheduledBatch
 
 _LOGPROB_ROWS = 128
@@ -29,8 +29,8 @@ class StepResult:
     """
 
     token_ids: list[list[int]]
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: Mapping[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[int, list[TokenLogprob]]] = field(default_factory=dict)
     failed: tuple[Request, ...] = ()
 
 
@@ -83,10 +83,10 @@ class Runner:
         prepared = self.processor.prepare(batch, self.cache)
         return self.model.compute_logits(self.model.forward(prepared.forward))
 
-    def _prompt_logprobs(self, span: PromptSpan, hidden: torch.Tensor) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, span: PromptSpan, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Entries of prompt tokens `span.start + 1` and on; a few rows of logits at a time."""
         request = span.request
-        found: list[TokenLogprobs] = []
+        found: list[TokenLogprob] = []
         for offset in range(0, span.count, _LOGPROB_ROWS):
             count = min(_LOGPROB_ROWS, span.count - offset)
             first = span.start + offset + 1
