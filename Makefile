@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/engine generate "What is the capital of France?"
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hookline.config import EngineConfig
 from hookline.model import CacheTensors, ForwardBatch, ModelConfig
-from hookline.scheduling.request import Request, ScheduledBatch, ScheduledRequest
+
+if TYPE_CHECKING:
+    from hookline.config import EngineConfig
+    from hookline.scheduling.request import Request, ScheduledBatch, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,38 @@ def read_count(hf_config: Mapping[str, Any], name: str, default: int | None = No
     return value
 
 
+def read_transformer_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `TransformerConfig` under the names that most `config.json` files give them.
+
+    Raises:
+        ModelConfigError: naming the field that is missing or unsound.
+    """
+    hidden_size = read_count(hf_config, "hidden_size")
+    num_heads = read_count(hf_config, "num_attention_heads")
+    num_kv_heads = read_count(hf_config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelConfigError(
+            f"num_attention_heads is {num_heads}, no multiple of num_key_value_heads, {num_kv_heads}",
+            hint="Each key-value head must serve the same number of query heads.",
+        )
+    eps = hf_config.get("rms_norm_eps", hf_config.get("layer_norm_eps", 1e-6))
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+        raise ModelConfigError(f"rms_norm_eps is {eps!r}", hint="The norm's eps must be a small positive number.")
+    return {
+        "architecture": hf_config["architectures"][0],
+        "num_layers": read_count(hf_config, "num_hidden_layers", limit=10_000),
+        "hidden_size": hidden_size,
+        "vocab_size": read_count(hf_config, "vocab_size"),
+        "max_position_embeddings": read_count(hf_config, "max_position_embeddings"),
+        "dtype": hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32",
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": read_count(hf_config, "head_dim", hidden_size // num_heads),
+        "intermediate_size": read_count(hf_config, "intermediate_size"),
+        "norm_eps": float(eps),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """One cache group: the same kind of cache entry for `num_layers` layers, addressed by the one block table.

@@ -4,10 +4,10 @@
 
 Shapes: x [T, in], weight [out, in], bias [out], y [T, out].
 
-On the CPU a weight is best stored column-major (`pack_linear_weight`): the matrix product then streams it in its own
-order whatever T is. 16-bit types on a CPU without matrix instructions for them are multiplied in fp32, a panel of the
-weight at a time; for a few tokens torch's own dot products are faster. On a GPU the product is the vendor
-library's.
+On the CPU most weights are best stored column-major (`pack_linear_weight` knows which): the matrix product then streams
+them in their own order whatever T is. 16-bit types on a CPU without matrix instructions for them are multiplied in
+fp32, a panel of the weight at a time; for a few tokens torch's own dot products are faster. On a GPU the product is the
+vendor library's.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ LinearInput = tuple[torch.Tensor, torch.Tensor]
 def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     """The weight [out, in] in the layout that `linear` likes best on its device.
 
-    On the CPU: the same shape and values with the strides of a contiguous [in, out]. On a GPU: the weight itself.
+    That is the weight itself on a GPU, and on the CPU for types that torch multiplies best by rows. Else it is a tensor
+    of the same shape and values with the strides of a contiguous [in, out].
 
     Raises:
         ValueError: the weight has not two dimensions.
     """
     if weight.dim() != 2:
         raise ValueError(f"pack_linear_weight: weight [out, in] expected, got {list(weight.shape)}")
-    if weight.device.type != "cpu":
-        return weight
-    return weight.t().contiguous().t()
+    by_columns = weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and not has_native_16bit_products(torch.bfloat16)
+    )
+    return weight.t().contiguous().t() if weight.device.type == "cpu" and by_columns else weight
 
 
 @cache
@@ -80,12 +82,13 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def _upcast_pays(query: LinearInput) -> str | None:
-    x, _ = query
+    x, weight = query
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return "it is for 16-bit types on the CPU"
     if has_native_16bit_products(x.dtype):
         return f"this CPU has matrix instructions for {x.dtype}"
-    if x.shape[0] <= DIRECT_TOKENS:
+    scattered = x.dtype == torch.float16 and weight.stride(1) != 1  # fp16 dot products over columns are very slow
+    if x.shape[0] <= DIRECT_TOKENS and not scattered:
         return f"with {x.shape[0]} tokens converting the weight costs more than it saves"
     return None
 

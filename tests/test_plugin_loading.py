@@ -10,6 +10,7 @@ from hookline.config import EngineConfig
 from hookline.errors import ModelConfigError, PluginError
 from hookline.parallel import Parallel
 from hookline.plugins import PluginRegistry
+from hookline.weight_adapter import WeightAdapter
 from tests.plugin_fixtures import arch_source, install_plugin, load_failure, plugin_site, row
 
 site = pytest.fixture(plugin_site, name="site")
@@ -164,6 +165,11 @@ def test_fault_of_a_core_default_is_not_blamed_on_the_plugin(site: Path, monkeyp
     install_plugin(site, "hookline-demo", arch_source("D", more=FACADE), ["D"])
     loaded = PluginRegistry().load("D")
     config = loaded.read_config({"num_layers": 1, "hidden_size": 2, "vocab_size": 3})
-    monkeypatch.setattr("hookline.weight_adapter.WeightAdapter.__new__", lambda cls: 1 / 0)
+
+    class Faulty(WeightAdapter):
+        def __init__(self) -> None:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr("hookline.weight_adapter.WeightAdapter", Faulty)
     with pytest.raises(ZeroDivisionError):
         loaded.weight_adapter(config, "safetensors")

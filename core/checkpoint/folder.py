@@ -31,7 +31,7 @@ def check_architectures(config: JsonObject, where: str) -> None:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise CheckpointError(
-            f"{where}: architectures is {names!r}, not a list of names", hint='It reads like ["LlamaForCausalLM"].'
+            f"{where}: architectures is {names!r}, not a list of names", hint='It reads like ["...ForCausalLM"].'
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from hookline.model import ForwardBatch
+if TYPE_CHECKING:
+    from hookline.model import ForwardBatch
 from hookline_kernels.attention_decode import attention_decode
 from hookline_kernels.attention_prefill import attention_prefill
 from hookline_kernels.cache_write import cache_write

@@ -165,8 +165,13 @@ class Rotary:
 
     def _frequencies(self, lengths: torch.Tensor | None) -> torch.Tensor:
         rope = self.rope
-        if lengths is None or not rope.depends_on_length:
+        if not rope.depends_on_length:
             return self.inv_freq
+        if lengths is None:
+            raise ValueError(
+                f"rope type {rope.rope_type!r} needs each token's length: build the batch processor with "
+                "rope_lengths=True and pass batch.rope_lengths"
+            )
         beyond = (lengths > rope.original_max_positions)[:, None]
         if rope.rope_type == "longrope":
             return torch.where(beyond, self.long_inv_freq, self.inv_freq)

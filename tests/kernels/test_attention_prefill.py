@@ -29,7 +29,7 @@ SHAPES: list[tuple[list[int], list[int], dict[str, int]]] = [
     ([37, 40], [16, 40], {"heads": 2, "kv_heads": 1, "size": 256, "block_size": 1}),
 ]
 OPTIONS: list[dict[str, Any]] = [{}, {"window": 20}, {"window": 1}, {"window": 40}, {"window": 1000}]
-OPTIONS += [{"soft_cap": 2.0}, {"window": 33, "soft_cap": 1.5}]
+OPTIONS += [{"soft_cap": 2.0}, {"window": 33, "soft_cap": 1.5}, {"window": 100}]
 SMALL = {"heads": 3, "kv_heads": 1, "size": 32}
 
 
@@ -92,7 +92,7 @@ def test_triton_equals_definition(
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 @pytest.mark.parametrize(
     ("contexts", "rows"),
-    [([150, 20], [70, 20]), ([33, 1, 40], [33, 1, 1])],
+    [([240, 20], [70, 20]), ([33, 1, 40], [33, 1, 1])],
     ids=str,
 )
 def test_triton_window_and_soft_cap(

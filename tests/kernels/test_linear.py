@@ -25,7 +25,7 @@ def test_equals_the_product(
         x, weight = (torch.randn(n, 48, generator=generator).to(dtype) for n in (tokens, size))
         bias = torch.randn(size, generator=generator).to(dtype) if with_bias else None
         expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
-        used = pack_linear_weight(weight) if packed else weight
+        used = weight.t().contiguous().t() if packed else weight
         for implementation in (None, "direct", "reference"):
             assert_close(linear(x, used, bias, implementation=implementation), expected, looser=2.0)
         assert_close(linear_upcast(x, used, bias), expected, looser=2.0)
@@ -35,6 +35,7 @@ def test_packing_keeps_values_and_is_column_major() -> None:
     weight = torch.randn(6, 4)
     packed = pack_linear_weight(weight)
     assert torch.equal(packed, weight) and packed.stride() == (1, 6)
+    assert pack_linear_weight(weight.half()).stride() == (4, 1)
     assert pack_linear_weight(packed).stride() == (1, 6)
     with pytest.raises(ValueError, match=r"\[out, in\]"):
         pack_linear_weight(torch.zeros(3))
@@ -49,6 +50,9 @@ def test_the_choice_and_its_reason(native: bool, monkeypatch: pytest.MonkeyPatch
     one = explain(IMPLEMENTATIONS, (torch.zeros(1, 4).bfloat16(), weight.bfloat16()))
     assert (many.name, one.name) == (("direct", "direct") if native else ("upcast", "direct"))
     assert ("matrix instructions" if native else "1 tokens") in str(one)
+    assert pack_linear_weight(weight.bfloat16()).is_contiguous() == native
+    scattered = explain(IMPLEMENTATIONS, (torch.zeros(1, 4).half(), weight.half().t()))
+    assert scattered.name == ("direct" if native else "upcast")
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -74,7 +78,7 @@ def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception
 def test_embedding(ids: list[int], kind: torch.dtype, dtype: torch.dtype) -> None:
     table = torch.randn(10, 7).to(dtype)
     expected = [table[i] for i in ids]
-    for layout in (table, pack_linear_weight(table)):
+    for layout in (table, table.t().contiguous().t()):
         y = embedding(torch.tensor(ids, dtype=kind), layout)
         assert y.is_contiguous() and y.shape == (len(ids), 7)
         assert all(torch.equal(row, wanted) for row, wanted in zip(y, expected, strict=True))
