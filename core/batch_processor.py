@@ -101,17 +101,9 @@ def _token_ids(parts: Sequence[ScheduledRequest], num_tokens: int) -> np.ndarray
     tokens = np.empty(num_tokens, np.int64)
     row = 0
     for part in parts:
-        tokens[row : row + part.count] = _tokens(part.request, part.start, part.start + part.count)
+        tokens[row : row + part.count] = part.request.token_ids(part.start, part.start + part.count)
         row += part.count
     return tokens
-
-
-def _tokens(request: Request, start: int, end: int) -> list[int]:
-    """Tokens `start` to `end` of prompt and output."""
-    prompt = request.prompt_token_ids
-    if start >= len(prompt):
-        return request.output_token_ids[start - len(prompt) : end - len(prompt)]
-    return prompt[start:end] + request.output_token_ids[: max(0, end - len(prompt))]
 
 
 def _block_tables(parts: Sequence[ScheduledRequest]) -> np.ndarray:

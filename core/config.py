@@ -19,6 +19,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "snapshot", "random"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "snapshot", "random")
 _DEVICES = ("auto", "cpu", "cuda")
+_MAX_BYTES = 2**63
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -30,10 +31,20 @@ def parse_bytes(text: str | int, option: str = "size") -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     unit = _UNITS.get(match[2].lower()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size <= 0:
-        raise UsageError(f"{option} is {text!r}", hint="Write a positive size such as 512MiB, 2GiB or 1000000.")
-    return size
+    size = float(match[1]) * unit if match and unit else 0.0
+    if not 1 <= size < _MAX_BYTES:
+        hint = "Write a positive size such as 512MiB, 2GiB or 1000000."
+        raise UsageError(f"{option} is {text!r:.80}", hint=hint)
+    return int(size)
+
+
+def expand_home(name: str) -> Path:
+    """`name` as a path, with `~` and `~user` replaced where there is such a home."""
+    path = Path(name)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +68,7 @@ class EngineConfig:
 
     Attributes:
         model: a folder, a GGUF file, a snapshot folder, a pulled name or a hub id.
-        dtype: type of weights and activations; `auto` is float32 on a CPU without bfloat16 arithmetic, and the
-            checkpoint's own type elsewhere.
+        dtype: type of weights and activations; `auto` is float32 on a CPU, and the checkpoint's own type elsewhere.
         device: `auto` takes a CUDA device where there is one.
         load_format: `auto` looks at the files; `random` makes seeded random weights from the config alone.
         max_model_len: longest prompt plus output, in tokens; None takes the model's own, cut to what the cache holds.
@@ -89,7 +99,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
-        _check_choice("device", self.device.split(":")[0], _DEVICES)
+        _check_choice("device", re.sub(r"(?<=cuda):\d+$", "", self.device), _DEVICES)
         for name in ("max_batch_tokens", "max_running", "block_size", "max_model_len", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -118,7 +128,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     cache = env.get("HOOKLINE_CACHE_DIR")
     names = (name.strip() for name in env.get("HOOKLINE_DISABLE_PLUGINS", "").split(","))
     return Environment(
-        cache_dir=Path(cache) if cache else Path(platformdirs.user_cache_dir("hookline")),
+        cache_dir=expand_home(cache) if cache else Path(platformdirs.user_cache_dir("hookline")),
         disabled_plugins=frozenset(name for name in names if name),
-        offline=env.get("HOOKLINE_OFFLINE", "").lower() in ("1", "true", "yes"),
+        offline=env.get("HOOKLINE_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
     )

@@ -7,30 +7,27 @@ file puts requests in at the one end and takes results out at the other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self
 
 import torch
 
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.config import EngineConfig
-from hookline.errors import InvalidRequestError
+from hookline.errors import InvalidRequestError, NotEnoughMemoryError
 from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Runner, StepResult
 from hookline.execution.sampling_state import SamplingState, derive_seed
 from hookline.loading import LoadedModel, load_model, save_snapshot
 from hookline.manual import ManualDriver, SchedulingResult
 from hookline.output_processor import OutputProcessor
+from hookline.prompt_encoder import Prompt, PromptEncoder, as_prompts
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.block_pool import BlockPool
 from hookline.scheduling.output import RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
 from hookline.scheduling.scheduler import Scheduler
-from hookline.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
 
 NO_TOKEN = "the model's logits were no numbers, or the request's own options left no token to choose"
 
@@ -78,6 +75,7 @@ class Engine:
             **limits,
         )
         self._manual = ManualDriver(self._runner, self.pool, max_requests=self.config.max_running, **limits)
+        self._prompts = PromptEncoder(self.tokenizer, self.vocab_size)
         self._outputs = OutputProcessor(self.tokenizer)
         self._states: dict[str, SamplingState] = {}
         self._numbers = itertools.count()
@@ -88,6 +86,7 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.abort_all()
+        self._manual.flush_all()
 
     @property
     def loaded(self) -> LoadedModel:
@@ -121,55 +120,25 @@ class Engine:
         number = next(self._numbers)
         request_id = f"request-{number}"
         seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
-        bad_word_ids = self._bad_word_ids(params)
-        salt = self._loaded.opened.model.prefix_salt(len(token_ids))
-        children = []
+        bad_word_ids = self._prompts.bad_word_ids(params.bad_words)
+        eos, salt = self._loaded.eos_token_ids, self._loaded.opened.model.prefix_salt(len(token_ids))
+        children: dict[str, tuple[Request, SamplingState]] = {}
         for index in range(params.n):
-            child = Request(
-                request_id=f"{request_id}/{index}",
-                prompt_token_ids=list(token_ids),
-                params=params,
-                max_total_tokens=self.max_model_len,
-                eos_token_ids=self._loaded.eos_token_ids,
-                cache_salt=salt,
+            child_id, child_seed = f"{request_id}/{index}", derive_seed(seed, index) if index else seed
+            children[child_id] = (
+                Request(child_id, list(token_ids), params, self.max_model_len, eos, salt),
+                SamplingState(params, token_ids, eos, self.vocab_size, child_seed, bad_word_ids),
             )
-            self.scheduler.add(child)
-            children.append(child)
-            self._states[child.request_id] = SamplingState(
-                params,
-                token_ids,
-                self._loaded.eos_token_ids,
-                self.vocab_size,
-                derive_seed(seed, index) if index else seed,
-                bad_word_ids,
-            )
+        for child_id, (child, state) in children.items():
+            self.scheduler.add(child)  # refuses the first of them, or none: they are all alike
+            self._states[child_id] = state
         text = prompt if isinstance(prompt, str) else None
-        self._outputs.add(request_id, text, children, stream=stream)
+        self._outputs.add(request_id, text, [child for child, _ in children.values()], stream=stream)
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, checked against the vocabulary.
-
-        Raises:
-            InvalidRequestError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
-        """
-        ids: list[int]
-        if isinstance(prompt, str):
-            ids = self._require_tokenizer().encode(prompt)
-        elif prompt and isinstance(prompt[0], Mapping):
-            ids = self._require_tokenizer().apply_chat_template(cast(Sequence[Message], prompt))
-        else:
-            ids = list(cast(Sequence[int], prompt))
-        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size]
-        if wrong:
-            raise InvalidRequestError(
-                f"prompt holds {wrong[:3]!r}; token ids are whole numbers from 0 to {self.vocab_size - 1}",
-                field="prompt",
-                hint="The ids may come from another model's tokenizer.",
-            )
-        if not ids:
-            raise InvalidRequestError("the prompt is empty", field="prompt", hint="Give at least one token of text.")
-        return ids
+        """See `PromptEncoder.encode`."""
+        return self._prompts.encode(prompt)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, wherever it stands; false if it is not known or has ended."""
@@ -192,25 +161,50 @@ class Engine:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """One step over all requests: schedule, execute, update. Gives the requests that have news."""
-        batch = self.scheduler.schedule()
-        if batch.requests:
-            self._outputs.note_scheduled(batch)
-            try:
-                result = self._runner.execute(batch, self._states)
-            except Exception as error:
-                self._fail(batch, error)
-                return self._outputs.take_news()
-            self._faults = 0
-            self._outputs.take_prompt_logprobs(result.prompt_logprobs)
-            for request in result.failed:
-                self.scheduler.finish(request, FinishReason.ERROR)
-                self._end(request, NO_TOKEN)
-            for request, tokens in self.scheduler.update(batch, result.token_ids):
-                self._update(request, tokens, result)
+        """One step over all requests: schedule, execute, update. Gives the requests that have news.
+
+        Raises:
+            NotEnoughMemoryError: if uids that are driven by hand hold the cache that every request waits for.
+            Exception: of the model, once it has failed several steps in a row.
+        """
+        self._step()
         return self._outputs.take_news()
 
-    def _update(self, request: Request, tokens: list[int], result: StepResult) -> None:
+    def _step(self) -> None:
+        batch = self.scheduler.schedule()
+        if not batch.requests:
+            self._check_moves()
+            return
+        self._outputs.note_scheduled(batch)
+        try:
+            result = self._runner.execute(batch, self._states)
+        except Exception as error:
+            self._fail(batch, error)
+        except BaseException:
+            self.scheduler.retract(batch)  # the user's interrupt is no fault: who goes on loses nothing
+            raise
+        else:
+            self._faults = 0
+            self._update(batch, result)
+
+    def _check_moves(self) -> None:
+        """The scheduler always finds something to run, unless others hold the cache."""
+        if self.scheduler.has_work and not self._outputs.has_news:
+            raise NotEnoughMemoryError(
+                f"No request can run: {self._manual.num_tracked} uids driven by hand hold "
+                f"{self.pool.num_referenced} of {self.pool.num_blocks} cache blocks",
+                hint="Flush some of them, or give the cache more memory (kv_cache_memory).",
+            )
+
+    def _update(self, batch: ScheduledBatch, result: StepResult) -> None:
+        self._outputs.take_prompt_logprobs(result.prompt_logprobs)
+        for request in result.failed:
+            self.scheduler.finish(request, FinishReason.ERROR)
+            self._end(request, NO_TOKEN)
+        for request, tokens in self.scheduler.update(batch, result.token_ids):
+            self._take_tokens(request, tokens, result)
+
+    def _take_tokens(self, request: Request, tokens: list[int], result: StepResult) -> None:
         state = self._states.get(request.request_id)
         if state is not None:
             for token in tokens:
@@ -226,7 +220,7 @@ class Engine:
         for request in self.scheduler.fail(batch):
             self._end(request, f"{type(error).__name__}: {error}")
         self._faults += 1
-        if self._faults >= _FAULTS_IN_A_ROW or not self._outputs.has_news:
+        if self._faults >= _FAULTS_IN_A_ROW:
             raise error
 
     def _end(self, request: Request, error: str | None = None) -> None:
@@ -249,7 +243,7 @@ class Engine:
             params: one for all, or one each.
             progress: is told how many of how many are done.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts and {len(each)} sampling params", field="params")
@@ -267,12 +261,12 @@ class Engine:
         pending, done = set(ids), dict[str, RequestOutput]()
         total = len(pending)
         while pending:
-            for output in self.step():
-                if output.finished and output.request_id in pending:
-                    pending.discard(output.request_id)
-                    done[output.request_id] = output
-                    if progress is not None:
-                        progress(len(done), total)
+            self._step()
+            for output in self._outputs.take_news(pending):
+                pending.discard(output.request_id)
+                done[output.request_id] = output
+                if progress is not None:
+                    progress(len(done), total)
         return done
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
@@ -281,10 +275,10 @@ class Engine:
         finished = False
         try:
             while not finished:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
+                self._step()
+                for output in self._outputs.take_news((request_id,)):
+                    finished = output.finished
+                    yield output
         finally:
             if not finished:
                 self._drop(request_id)
@@ -310,29 +304,3 @@ class Engine:
     def serialize(self, folder: str | Path) -> None:
         """Writes the loaded weights, config and tokenizer as a snapshot that loads as a model."""
         save_snapshot(self._loaded, Path(folder))
-
-    # -- details -------------------------------------------------------------------------------------------------------
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "the checkpoint has no tokenizer, so the prompt cannot be text",
-                field="prompt",
-                hint="Give token ids, or put tokenizer.json beside the weights.",
-            )
-        return self.tokenizer
-
-    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Each bad word's token ids, at the start of a text and after a space."""
-        if not params.bad_words:
-            return []
-        encode = self._require_tokenizer().encode
-        spellings = (text for word in params.bad_words for text in (word, f" {word}"))
-        return [ids for text in spellings if (ids := encode(text, add_special_tokens=False))]
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of one; several as they are."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))

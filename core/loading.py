@@ -202,7 +202,13 @@ def _device(name: str) -> torch.device:
             f"device is {name!r}, and torch {torch.__version__} sees no CUDA device",
             hint="Run `engine doctor`, or use --device cpu.",
         )
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device is {name!r}; the CUDA devices are cuda:0 to cuda:{torch.cuda.device_count() - 1}",
+            hint="Run `engine doctor` to see them.",
+        )
+    return device
 
 
 def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: LoadedArchitecture) -> Dtype:

@@ -14,6 +14,7 @@ import torch
 from hookline.errors import InvalidRequestError
 from hookline.execution.runner import Runner
 from hookline.sampling_params import SamplingParams
+from hookline.scheduling.admission import wrong_token_ids
 from hookline.scheduling.block_pool import BlockPool, RequestBlocks
 from hookline.scheduling.request import Request, ScheduledBatch, ScheduledRequest
 
@@ -66,7 +67,15 @@ class ManualDriver:
         return tokens, max(0, self._pool.blocks_for(seen + tokens) - held)
 
     def can_schedule(self, uids: Sequence[Hashable], lengths: Sequence[int]) -> SchedulingResult:
-        """Whether `put` would run for so many new tokens of each uid."""
+        """Whether `put` would run for so many new tokens of each uid.
+
+        Raises:
+            InvalidRequestError: if there are not as many lengths as uids.
+        """
+        if len(uids) != len(lengths):
+            raise InvalidRequestError(
+                f"can_schedule got {len(uids)} uids and {len(lengths)} lengths", field="lengths", hint="Give one each."
+            )
         if len(uids) > self._max_batch_tokens:
             return SchedulingResult.BATCH_REQUEST_LIMIT
         if len(self._tracked.keys() | set(uids)) > self._max_requests:
@@ -124,6 +133,16 @@ class ManualDriver:
             )
         self._tracked.pop(uid)[1].release()
 
+    def flush_all(self) -> None:
+        """Forgets every uid."""
+        for uid in list(self._tracked):
+            self.flush(uid)
+
+    @property
+    def num_tracked(self) -> int:
+        """Uids that hold cache blocks."""
+        return len(self._tracked)
+
     def _track(self, uid: Hashable) -> tuple[Request, RequestBlocks]:
         request = Request(f"manual-{uid}", [], SamplingParams(), self._max_model_len)
         self._tracked[uid] = tracked = request, RequestBlocks(self._pool, request)
@@ -151,9 +170,8 @@ class ManualDriver:
             if known is None:
                 blocks.release()
                 del self._tracked[uid]
-            elif taken[uid]:
-                self._pool.release(request.block_table[-taken[uid] :])
-                del request.block_table[-taken[uid] :]
+            else:
+                blocks.give_back(taken[uid])
 
     def _check(self, uids: Sequence[Hashable], tokens: Sequence[Sequence[int]]) -> None:
         vocab_size = self._runner.model.shapes.vocab_size
@@ -164,7 +182,7 @@ class ManualDriver:
                 hint="Give each uid once, with one list of tokens.",
             )
         for uid, ids in zip(uids, tokens, strict=True):
-            wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
+            wrong = wrong_token_ids(ids, vocab_size)
             if not ids or wrong:
                 found = f"the token ids {wrong[:5]}" if ids else "no tokens"
                 raise InvalidRequestError(

@@ -6,11 +6,13 @@ as a table; an error about memory prints the same table and settings that were c
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import torch
 
@@ -68,8 +70,9 @@ class MemoryPlan:
             ("left", format_bytes(left), ""),
         ]
         lines = [f"  {name:<12} {size:>12}  {note}".rstrip() for name, size, note in rows]
-        concurrent = tokens / self.max_model_len
-        lines.append(f"  {concurrent:.1f} requests of {self.max_model_len:,} tokens fit at a time")
+        if self.num_blocks:
+            concurrent = tokens / self.max_model_len
+            lines.append(f"  {concurrent:,.1f} requests of {self.max_model_len:,} tokens fit at a time")
         return "\n".join([f"Memory on {self.device}:", *lines])
 
 
@@ -102,9 +105,21 @@ class MemoryPlanner:
         Raises:
             NotEnoughMemoryError: with the table and settings that fit, if the cache has no room for what was asked.
         """
+        token_bytes = sum(spec.bytes_per_token() for spec in specs)
+        plan, fault = self._size(token_bytes, weights, available)
+        if fault:
+            remedies = list(self._remedies(plan, token_bytes))
+            hint = "Choose a smaller model or a larger machine."
+            if remedies:
+                hint = "Any of these helps:\n  " + "\n  ".join(remedies)
+            raise NotEnoughMemoryError(f"{fault}.\n{plan.table()}", hint=hint)
+        return plan
+
+    def _size(self, token_bytes: int, weights: int, available: int) -> tuple[MemoryPlan, str]:
+        """The plan, and what is wrong with it, if anything is."""
         options = self.engine_config
         dtype: torch.dtype = getattr(torch, options.dtype)
-        block = sum(spec.bytes_per_token() for spec in specs) * options.block_size
+        block = token_bytes * options.block_size
         activations = self.activation_bytes(dtype.itemsize)
         room = available - weights - activations
         wanted_len = options.max_model_len or self.config.max_position_embeddings
@@ -121,35 +136,43 @@ class MemoryPlanner:
             block_size=options.block_size,
             max_model_len=max(1, min(wanted_len, longest)),
         )
-        if plan.cache > room:
-            self._refuse(plan, f"The cache of {format_bytes(plan.cache)} that was asked for does not fit", room, block)
-        if num_blocks < 1 or (options.max_model_len is not None and options.max_model_len > longest):
+        fault = ""
+        if room <= 0:
+            fault = f"Weights and a step at its largest leave no room for a cache: they take {format_bytes(-room)} more"
+        elif plan.cache > room:
+            fault = f"The cache of {format_bytes(plan.cache)} that was asked for does not fit"
+        elif num_blocks < 1 or (options.max_model_len is not None and options.max_model_len > longest):
             need = format_bytes(-(-wanted_len // options.block_size) * block)
-            what = f"One request of {wanted_len:,} tokens needs a cache of {need}; there are {format_bytes(plan.cache)}"
-            self._refuse(plan, what, room, block)
-        return plan
+            fault = f"One request of {wanted_len:,} tokens needs a cache of {need}; it has {format_bytes(plan.cache)}"
+        return plan, fault
 
-    def _refuse(self, plan: MemoryPlan, what: str, room: int, block: int) -> NoReturn:
-        """Raises with the plan's table and settings that would fit."""
+    def _remedies(self, plan: MemoryPlan, token_bytes: int) -> Iterator[str]:
+        """Settings in place of those of `plan`, each tried: with it a plan is found."""
         options = self.engine_config
-        fits = max(0, room) // block
-        wanted = options.max_model_len or self.config.max_position_embeddings
-        one_request = -(-wanted // options.block_size)
-        lines = []
-        if 1 <= plan.num_blocks <= fits:
-            lines.append(f"--max-model-len {plan.max_model_len}")
-        if one_request <= fits:
-            lines.append(f"--kv-cache-memory {one_request * block}")
-        elif fits:
-            lines.append(f"--max-model-len {fits * options.block_size} --kv-cache-memory {fits * block}")
-        if options.dtype == "float32":
-            lines.append("--dtype bfloat16, which halves weights and cache")
-        if options.max_batch_tokens > 256:
-            lines.append(f"--max-batch-tokens {options.max_batch_tokens // 4}, which needs less for a step")
-        hint = "Choose a smaller model or a larger machine."
-        if lines:
-            hint = "Any of these helps:\n  " + "\n  ".join(lines)
-        raise NotEnoughMemoryError(f"{what}.\n{plan.table()}", hint=hint)
+        block = token_bytes * options.block_size
+        fits = max(0, plan.available - plan.weights - plan.activations) // block
+        one_request = -(-(options.max_model_len or self.config.max_position_embeddings) // options.block_size)
+        changes: list[dict[str, Any]] = [
+            {"max_model_len": plan.max_model_len},
+            {"kv_cache_memory": one_request * block},
+            *([{"max_model_len": fits * options.block_size, "kv_cache_memory": fits * block}] * (one_request > fits)),
+            {"dtype": "bfloat16"},
+            *({"max_batch_tokens": count} for count in (2048, 512, 128)),
+            *({"max_running": count} for count in (64, 16, 4)),
+            {"block_size": 16},
+        ]
+        given: set[tuple[str, ...]] = set()
+        for change in changes:
+            differs = all(value and value != getattr(options, name) for name, value in change.items())
+            if tuple(change) not in given and differs and self._is_remedy(change, plan, token_bytes):
+                given.add(tuple(change))
+                yield " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+
+    def _is_remedy(self, change: Mapping[str, Any], plan: MemoryPlan, token_bytes: int) -> bool:
+        halves = 2 if "dtype" in change and self.engine_config.dtype == "float32" else 1
+        other = copy.copy(self)
+        other.engine_config = dataclasses.replace(self.engine_config, **change)
+        return not other._size(token_bytes // halves, plan.weights // halves, plan.available)[1]
 
     def _default_cache(self, room: int, block: int, wanted_len: int) -> int:
         if self.engine_config.device != "cpu":
@@ -163,16 +186,20 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - _GPU_SHARE) * total)
-    cgroup = Path("/sys/fs/cgroup")
-    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
-    free = _meminfo_available()
-    return free if limit is None or used is None else max(0, min(free, limit - used))
+    free, left = _meminfo_available(), _cgroup_available(Path("/sys/fs/cgroup"))
+    return free if left is None else max(0, min(free, left))
 
 
-def _read_number(path: Path) -> int | None:
-    """The number in a file of the kernel's; None where there is no such file or no limit."""
+def _cgroup_available(folder: Path) -> int | None:
+    """What a container's limit leaves; None where there is no limit.
+
+    Files that were read count as used until the kernel needs their memory, which it takes back without a word; so
+    those that lie idle are no obstacle.
+    """
     try:
-        return int(path.read_text())
+        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - used + int(fields.get("inactive_file", 0))
     except (OSError, ValueError):
         return None
 

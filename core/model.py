@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,24 @@ if TYPE_CHECKING:
     from hookline.config import EngineConfig
 
 CacheTensors = Mapping[str, torch.Tensor]
+
+_UNSOUND = "The checkpoint's config.json is not sound for this architecture."
+# Far beyond what any checkpoint has, and within what the formulas can compute with.
+_ROPE_LIMITS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "rope_theta": (1.001, 1e15),
+        "factor": (1e-3, 1e6),
+        "original_max_position_embeddings": (1, 2**31),
+        "partial_rotary_factor": (1e-3, 1),
+        "attention_factor": (1e-6, 1e6),
+        "low_freq_factor": (1e-6, 1e6),
+        "high_freq_factor": (1e-6, 1e6),
+        "beta_fast": (0, 1e6),
+        "beta_slow": (0, 1e6),
+        "mscale": (0, 1e6),
+        "mscale_all_dim": (0, 1e6),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +83,41 @@ def read_count(hf_config: Mapping[str, Any], name: str, default: int | None = No
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise ModelConfigError(
-            f"{name} is {value!r}; expected a whole number from 1 to {limit}",
-            hint="The checkpoint's config.json is not sound for this architecture.",
-        )
+        raise ModelConfigError(f"{name} is {str(value)[:80]}; expected a whole number from 1 to {limit}", hint=_UNSOUND)
     return value
+
+
+def read_flag(hf_config: Mapping[str, Any], name: str) -> bool:
+    """A field that is true or false; false where it is absent or null.
+
+    Raises:
+        ModelConfigError: naming the field and what it holds.
+    """
+    value = hf_config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelConfigError(f"{name} is {value!r}; expected true or false", hint=_UNSOUND)
+    return bool(value)
+
+
+def check_rope_fields(hf_config: Mapping[str, Any]) -> None:
+    """Checks the numbers among the rotary settings, in either spelling, before anything computes with them.
+
+    Raises:
+        ModelConfigError: naming the field and what it holds.
+    """
+    for holder in ("", "rope_scaling", "rope_parameters"):
+        fields = hf_config.get(holder) if holder else hf_config
+        if not isinstance(fields, Mapping | None):
+            raise ModelConfigError(f"{holder} is {fields!r}; expected an object or null", hint=_UNSOUND)
+        for name in _ROPE_LIMITS.keys() & (fields or {}):
+            value, (low, high) = (fields or {})[name], _ROPE_LIMITS[name]
+            if value is None and name != "partial_rotary_factor":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                full_name = f"{holder}.{name}" if holder else name
+                raise ModelConfigError(
+                    f"{full_name} is {str(value)[:80]}; expected a number from {low:g} to {high:g}", hint=_UNSOUND
+                )
 
 
 def read_transformer_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,8 +126,9 @@ def read_transformer_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModelConfigError: naming the field that is missing or unsound.
     """
-    hidden_size = read_count(hf_config, "hidden_size")
-    num_heads = read_count(hf_config, "num_attention_heads")
+    check_rope_fields(hf_config)
+    hidden_size = read_count(hf_config, "hidden_size", limit=2**24)
+    num_heads = read_count(hf_config, "num_attention_heads", limit=2**16)
     num_kv_heads = read_count(hf_config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelConfigError(
@@ -97,7 +147,7 @@ def read_transformer_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32",
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": read_count(hf_config, "head_dim", hidden_size // num_heads),
+        "head_dim": read_count(hf_config, "head_dim", hidden_size // num_heads, limit=2**16),
         "intermediate_size": read_count(hf_config, "intermediate_size"),
         "norm_eps": float(eps),
     }

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hookline.config import Environment
+from hookline.config import Environment, expand_home
 from hookline.errors import CheckpointError, HooklineError, ModelNotFoundError
 
 ByteProgress = Callable[[int, int], None]
@@ -106,7 +106,7 @@ def resolve_model(name: str, environment: Environment, offline: bool = False) ->
     Raises:
         ModelNotFoundError: saying what to do, with near matches.
     """
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if name and os.path.lexists(path):
         return path
     model = find_pullable(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hookline.scheduling.output import (
@@ -14,7 +14,7 @@ from hookline.scheduling.output import (
     TokenLogprob,
     Usage,
 )
-from hookline.scheduling.request import Request, RequestStatus, ScheduledBatch
+from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch
 from hookline.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
@@ -40,7 +40,9 @@ class _Completion:
             self.text.append(self.matcher.flush())
 
     def output(self, index: int) -> CompletionOutput:
-        request = self.request
+        request, reason = self.request, self.request.finish_reason
+        if reason is FinishReason.LENGTH and self.matcher.matched is not None:
+            reason = FinishReason.STOP  # its last token completed a stop string
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
         wants = request.params.logprobs is not None
@@ -48,7 +50,7 @@ class _Completion:
             index=index,
             text="".join(self.text),
             token_ids=tuple(request.output_token_ids),
-            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
+            finish_reason=None if reason is None else reason.value,
             stop_reason=self.matcher.matched if self.matcher.matched is not None else request.stop_token_id,
             logprobs=tuple(self.logprobs) if wants else None,
             cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wants else None,
@@ -191,8 +193,11 @@ class OutputProcessor:
         """Drops what there is to report of a request that nobody waits for."""
         self._news.pop(request_id, None)
 
-    def take_news(self) -> list[RequestOutput]:
-        """What there is to report since the last call, in the order in which it came."""
-        outputs = [group.output() for group in self._news.values()]
-        self._news.clear()
-        return outputs
+    def take_news(self, wanted: Collection[str] | None = None) -> list[RequestOutput]:
+        """What there is to report since the last call, in the order in which it came.
+
+        Args:
+            wanted: requests to report; None for all. What there is of the others is kept.
+        """
+        ids = [request_id for request_id in self._news if wanted is None or request_id in wanted]
+        return [self._news.pop(request_id).output() for request_id in ids]

@@ -151,7 +151,8 @@ class SamplingParams:
                 continue
             top = 2**63 - 1 if high is None else high
             if type(value) is not int or not low <= value <= top:
-                wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+                open_end = high is None and not (type(value) is int and value > top)
+                wanted = f"a whole number of at least {low}" if open_end else f"a whole number from {low} to {top}"
                 raise _invalid(name, value, wanted)
 
     def _check_numbers(self) -> None:
@@ -188,6 +189,8 @@ class SamplingParams:
         for text in value:
             if not text or len(text) > MAX_STOP_CHARS:
                 raise _invalid(name, text, f"texts of 1 to {MAX_STOP_CHARS} characters")
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise _invalid(name, text, "valid Unicode, without half of a surrogate pair")
         self._set(name, tuple(value))
 
     def _freeze_ids(self, name: str, most: int | None) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.native import LANES, native, why_not
 
 # One code a function.
 SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, SIGMOID, TANH, IDENTITY = range(9)
@@ -129,9 +130,28 @@ def activation_triton(x: torch.Tensor, code: int, gated: bool) -> torch.Tensor:
     return y
 
 
+def silu_and_mul_native(x: torch.Tensor, code: int, gated: bool) -> torch.Tensor:
+    """For the CPU: SiLU and the product in one pass."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    y = torch.empty((rows, size), dtype=x.dtype)
+    native(x.dtype).silu_and_mul(x.data_ptr(), y.data_ptr(), rows, size, x.stride(0), torch.get_num_threads())
+    return y
+
+
+ActivationQuery = tuple[torch.Tensor, int, bool]
+
+
+def _native_takes(query: ActivationQuery) -> str | None:
+    x, code, gated = query
+    if code != SILU or not gated or x.shape[1] % (2 * LANES):
+        return f"it takes gated SiLU alone, in halves of a multiple of {LANES}"
+    return why_not(x)
+
+
 Activation = Callable[[torch.Tensor, int, bool], torch.Tensor]
 
-IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, Activation], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[ActivationQuery, Activation], ...] = (
+    Implementation("native", _native_takes, silu_and_mul_native),
     Implementation("torch", on_cpu, activation_torch),
     Implementation("triton", by_triton, activation_triton),
     Implementation("reference", anywhere, activation_reference),
@@ -145,7 +165,7 @@ def activation(x: torch.Tensor, name: str, *, implementation: str | None = None)
         TypeError, ValueError: a type or shape that does not fit, or a name that is not known.
     """
     code = _checked_code(x, name)
-    return choose(IMPLEMENTATIONS, x, implementation)(x, code, False)
+    return choose(IMPLEMENTATIONS, (x, code, False), implementation)(x, code, False)
 
 
 def gated_activation(x: torch.Tensor, name: str, *, implementation: str | None = None) -> torch.Tensor:
@@ -157,7 +177,7 @@ def gated_activation(x: torch.Tensor, name: str, *, implementation: str | None =
     code = _checked_code(x, name)
     if x.shape[1] % 2:
         raise ValueError(f"gated_activation: x must have two halves, got {list(x.shape)}")
-    return choose(IMPLEMENTATIONS, x, implementation)(x, code, True)
+    return choose(IMPLEMENTATIONS, (x, code, True), implementation)(x, code, True)
 
 
 def silu_and_mul(x: torch.Tensor, *, implementation: str | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ whatever they hold.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.native import LANES, native, why_not
 from hookline_kernels.paged_context import check_attention, read_context
 
 
@@ -296,6 +298,40 @@ def _count_splits(programs: int, tiles: int, device: torch.device) -> int:
     return max(1, min(tiles, wanted, 128))
 
 
+def attention_decode_native(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    max_context_len: int,
+    out: torch.Tensor,
+) -> None:
+    """For the CPU: one call, a thread for each request and key-value head; reads no entry outside a context."""
+    block_size, kv_heads = k_cache.shape[1:3]
+    sizes = (ctypes.c_int64 * 10)(
+        *(q.shape[0], q.shape[1], kv_heads, q.shape[2], block_size),
+        *(q.stride(0), q.stride(1), block_tables.stride(0), max_context_len, window or 0),
+    )
+    pointers = (tensor.data_ptr() for tensor in (q, k_cache, v_cache, block_tables, context_lens, out))
+    failed = native(q.dtype).attention_decode(*pointers, sizes, scale, soft_cap or 0.0, torch.get_num_threads())
+    if failed:
+        raise MemoryError(f"attention_decode: no memory for the scores of contexts up to {max_context_len} tokens")
+
+
+DecodeQuery = tuple[torch.Tensor, torch.Tensor]
+
+
+def _native_takes(query: DecodeQuery) -> str | None:
+    q, k_cache = query
+    if q.shape[2] % LANES or k_cache.dtype != q.dtype:
+        return f"it takes head sizes of a multiple of {LANES} and a cache of the queries' type"
+    return why_not(q)
+
+
 class AttentionDecode(Protocol):
     """What each implementation is: `attention_decode` after its checks, writing into `out`."""
 
@@ -314,7 +350,8 @@ class AttentionDecode(Protocol):
     ) -> None: ...
 
 
-IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, AttentionDecode], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[DecodeQuery, AttentionDecode], ...] = (
+    Implementation("native", _native_takes, attention_decode_native),
     Implementation("torch", on_cpu, attention_decode_torch),
     Implementation("triton", by_triton, attention_decode_triton),
     Implementation("reference", anywhere, attention_decode_reference),
@@ -347,7 +384,7 @@ def attention_decode(
         soft_cap: bound of the scores.
         max_context_len: at least the longest of `context_lens`.
         out: contiguous [B, H, D] to write into; made when absent.
-        implementation: `torch`, `triton` or `reference`; by default the first that supports q.
+        implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports q.
 
     Raises:
         TypeError, ValueError: a type, shape or option that does not fit.
@@ -368,7 +405,7 @@ def attention_decode(
         raise ValueError(f"attention_decode: {q.shape[0]} tokens for {context_lens.shape[0]} requests")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    choose(IMPLEMENTATIONS, q, implementation)(
+    choose(IMPLEMENTATIONS, (q, k_cache), implementation)(
         q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, max_context_len, out
     )
     return out

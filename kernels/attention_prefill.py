@@ -328,7 +328,7 @@ class AttentionPrefill(Protocol):
     ) -> None: ...
 
 
-IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, AttentionPrefill], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[tuple[torch.Tensor], AttentionPrefill], ...] = (
     Implementation("torch", on_cpu, attention_prefill_torch),
     Implementation("triton", by_triton, attention_prefill_triton),
     Implementation("reference", anywhere, attention_prefill_reference),
@@ -390,7 +390,7 @@ def attention_prefill(
         )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    choose(IMPLEMENTATIONS, q, implementation)(
+    choose(IMPLEMENTATIONS, (q,), implementation)(
         q,
         k_cache,
         v_cache,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.native import native, why_not
 
 
 def cache_write_reference(values: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
@@ -77,9 +78,41 @@ def cache_write_triton(values: Sequence[torch.Tensor], caches: Sequence[torch.Te
         )
 
 
+def cache_write_native(values: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+    """For the CPU: one pass an entry."""
+    for value, cache in zip(values, caches, strict=True):
+        width, capacity = value[0].numel() if len(value) else 1, cache.shape[0] * cache.shape[1]
+        sizes = (len(slots), width, value.stride(0), capacity)
+        past = native(cache.dtype).cache_write(value.data_ptr(), cache.data_ptr(), slots.data_ptr(), *sizes)
+        if past >= 0:
+            raise ValueError(f"cache_write: slot {int(slots[past])} does not exist, the cache has {capacity}")
+
+
+CacheWriteQuery = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+def _native_takes(query: CacheWriteQuery) -> str | None:
+    slots, values, caches = query
+    if any(value.dtype != cache.dtype for value, cache in zip(values, caches, strict=True)):
+        return "values and caches differ in type"
+    if not all(_rows_are_contiguous(value) for value in values):
+        return "an entry's elements do not lie together"
+    return why_not(slots) if slots.device.type != "cpu" else why_not(caches[0])
+
+
+def _rows_are_contiguous(value: torch.Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(value.shape[1:]), reversed(value.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 CacheWrite = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor], None]
 
-IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, CacheWrite], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[CacheWriteQuery, CacheWrite], ...] = (
+    Implementation("native", _native_takes, cache_write_native),
     Implementation("torch", on_cpu, cache_write_torch),
     Implementation("triton", by_triton, cache_write_triton),
     Implementation("reference", anywhere, cache_write_reference),
@@ -100,7 +133,7 @@ def cache_write(
         caches: as many contiguous tensors [blocks, S, *entry]; values are converted to their type.
         slots: [T] int64, no slot twice; negative ones are skipped. On the CPU a slot past the cache raises, on a GPU
             it is not looked for.
-        implementation: `torch`, `triton` or `reference`; by default the first that supports the tensors.
+        implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports the tensors.
 
     Raises:
         TypeError, ValueError: a type, shape or slot that does not fit.
@@ -117,4 +150,4 @@ def cache_write(
             )
         if not cache.is_contiguous():
             raise ValueError("cache_write: a cache must be contiguous")
-    choose(IMPLEMENTATIONS, slots, implementation)(values, caches, slots)
+    choose(IMPLEMENTATIONS, (slots, values, caches), implementation)(values, caches, slots)

@@ -1,16 +1,15 @@
 """The small table of implementations that a kernel file keeps, and the choice from it.
 
 A table is a tuple of `Implementation` in order of preference. `supports(query)` answers `None`, or the reason why this
-implementation cannot take the call; the query is whatever the file's rows decide by, mostly the input tensor.
+implementation cannot take the call; the query is a tuple of what the file's rows decide by, the input tensor first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 import triton
 
 Query = TypeVar("Query")
@@ -72,18 +71,20 @@ def explain(table: Sequence[Implementation[Query, Run]], query: Query, forced: s
     raise AssertionError("choose answers with a row of the table")
 
 
-def on_cpu(x: torch.Tensor) -> str | None:
+def on_cpu(query: tuple[Any, ...]) -> str | None:
     """For rows that are written for the CPU."""
-    return None if x.device.type == "cpu" else f"it is for the CPU and the tensor is on {x.device}"
+    device = query[0].device
+    return None if device.type == "cpu" else f"it is for the CPU and the tensor is on {device}"
 
 
-def by_triton(x: torch.Tensor) -> str | None:
+def by_triton(query: tuple[Any, ...]) -> str | None:
     """For rows that run a Triton kernel: on a GPU, or on the CPU under Triton's interpreter."""
+    x = query[0]
     if x.is_cuda or triton.knobs.runtime.interpret:
         return None
     return f"Triton needs a GPU and the tensor is on {x.device}"
 
 
-def anywhere(x: torch.Tensor) -> str | None:
+def anywhere(query: tuple[Any, ...]) -> str | None:
     """For references, which run on every device."""
     return None

@@ -19,12 +19,18 @@ import torch
 import torch.nn.functional as F
 
 from hookline_kernels.implementations import Implementation, choose
+from hookline_kernels.native import LANES, native, why_not
 
 # Columns of a weight that are converted at a time: their fp32 copy should stay in the second and third level caches.
 PANEL = 3072
 
 # Up to so many tokens torch's 16-bit dot products beat the conversion of the weight.
 DIRECT_TOKENS = 3
+
+# Up to so many tokens the native kernel beats the library's product: in fp32, in bf16, and in bf16 where the CPU has
+# instructions of its own for it. Columns of the weight that a thread takes at a time.
+NATIVE_TOKENS, NATIVE_TOKENS_BF16, NATIVE_TOKENS_OWN_BF16 = 16, 32, 8
+TILE = 512
 
 LinearInput = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,10 +46,10 @@ def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     """
     if weight.dim() != 2:
         raise ValueError(f"pack_linear_weight: weight [out, in] expected, got {list(weight.shape)}")
-    by_columns = weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and not has_native_16bit_products(torch.bfloat16)
-    )
-    return weight.t().contiguous().t() if weight.device.type == "cpu" and by_columns else weight
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return weight
+    by_rows = has_native_16bit_products(weight.dtype) and why_not(weight) is not None
+    return weight if by_rows else weight.t().contiguous().t()
 
 
 @cache
@@ -75,10 +81,35 @@ def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return result
 
 
+def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """For few tokens on the CPU: the weight is read once, all tokens pass by each part of it."""
+    tokens, inner, columns = x.shape[0], x.shape[1], weight.shape[0]
+    threads = torch.get_num_threads()
+    tile = min(TILE, -(-columns // threads // LANES) * LANES)
+    tiles = -(-columns // tile)
+    y = torch.empty((tokens, columns), dtype=x.dtype)
+    scratch = torch.empty(tokens * (inner + tiles * (tile + LANES)), dtype=torch.float32)
+    pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+    native(x.dtype).linear(*pointers, scratch.data_ptr(), tokens, inner, columns, tile, threads)
+    return y
+
+
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The formula in fp32."""
     y = x.float() @ weight.float().t()
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _native_takes(query: LinearInput) -> str | None:
+    x, weight = query
+    most = NATIVE_TOKENS
+    if x.dtype == torch.bfloat16:
+        most = NATIVE_TOKENS_OWN_BF16 if has_native_16bit_products(x.dtype) else NATIVE_TOKENS_BF16
+    if not 0 < x.shape[0] <= most:
+        return f"it is for 1 to {most} tokens"
+    if weight.stride(0) != 1 or weight.stride(1) != weight.shape[0] or not x.is_contiguous():
+        return "the weight is not packed, or x is a strided view"
+    return why_not(x)
 
 
 def _upcast_pays(query: LinearInput) -> str | None:
@@ -100,6 +131,7 @@ def _always(query: LinearInput) -> str | None:
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 IMPLEMENTATIONS: tuple[Implementation[LinearInput, Linear], ...] = (
+    Implementation("native", _native_takes, linear_native),
     Implementation("upcast", _upcast_pays, linear_upcast),
     Implementation("direct", _always, linear_direct),
     Implementation("reference", _always, linear_reference),
@@ -113,7 +145,7 @@ def linear(
 
     Args:
         x, weight, bias: of one type. The weight may have either layout; see `pack_linear_weight`.
-        implementation: `upcast`, `direct` or `reference`; by default the first that supports x.
+        implementation: `native`, `upcast`, `direct` or `reference`; by default the first that supports x.
 
     Raises:
         TypeError, ValueError: a type or shape that does not fit.

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.native import LANES, native, why_not
 
 # Elements up to which torch.rms_norm is the fastest on the CPU.
 SMALL = 32768
@@ -108,9 +109,34 @@ def rms_norm_triton(
     return y
 
 
+def rms_norm_native(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
+) -> torch.Tensor:
+    """For the CPU: one call for all rows."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    stride = x.stride(-2) if x.dim() > 1 else size
+    old = None if residual is None else residual.data_ptr()
+    native(x.dtype).rms_norm(x.data_ptr(), weight.data_ptr(), old, y.data_ptr(), rows, size, stride, eps)
+    return y
+
+
+RmsNormQuery = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float]
+
+
+def _native_takes(query: RmsNormQuery) -> str | None:
+    x, weight, residual, weight_offset = query
+    if x.shape[-1] % LANES or x.dim() > 2 or weight_offset != 0.0:
+        return f"it takes up to two dimensions, the last a multiple of {LANES}, and no weight offset"
+    if weight.dtype != x.dtype or not weight.is_contiguous() or (residual is not None and residual.dtype != x.dtype):
+        return "it takes tensors of one type, the weight contiguous"
+    return why_not(x)
+
+
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None, float], torch.Tensor]
 
-IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, RmsNorm], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[RmsNormQuery, RmsNorm], ...] = (
+    Implementation("native", _native_takes, rms_norm_native),
     Implementation("torch", on_cpu, rms_norm_torch),
     Implementation("triton", by_triton, rms_norm_triton),
     Implementation("reference", anywhere, rms_norm_reference),
@@ -158,7 +184,7 @@ def rms_norm(
         eps: added to the mean of squares; positive.
         residual: as x, contiguous. It is updated IN PLACE to residual + x, and returned.
         weight_offset: added to the weight; 1.0 for checkpoints that store the weight minus one.
-        implementation: `torch`, `triton` or `reference`; by default the first that supports x.
+        implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports x.
 
     Returns:
         y without a residual, `(y, residual)` with one; y is new, contiguous and of x's type.
@@ -183,5 +209,7 @@ def rms_norm(
             f"rms_norm: residual must be contiguous {x.dtype} {list(x.shape)} as x is, "
             f"got {residual.dtype} {list(residual.shape)} with strides {residual.stride()}"
         )
-    y = choose(IMPLEMENTATIONS, x, implementation)(x, weight, eps, residual, weight_offset)
+    y = choose(IMPLEMENTATIONS, (x, weight, residual, weight_offset), implementation)(
+        x, weight, eps, residual, weight_offset
+    )
     return y if residual is None else (y, residual)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.native import LANES, native, why_not
 
 
 def rotary_cos_sin(
@@ -154,9 +155,30 @@ def apply_rotary_triton(
     )
 
 
+def apply_rotary_native(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> None:
+    """For the CPU: one pass, over queries and keys together where they lie side by side."""
+    joint = _joint_heads(q, k)
+    turn, half = native(q.dtype).rotary, cos.shape[1]
+    for x in (q, k) if joint is None else (joint,):
+        turn(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), x.shape[0], x.shape[1], half, x.stride(0), x.stride(1))
+
+
+RotaryQuery = tuple[torch.Tensor, torch.Tensor, bool]
+
+
+def _native_takes(query: RotaryQuery) -> str | None:
+    q, cos, interleaved = query
+    if interleaved or cos.shape[1] % LANES:
+        return f"it takes half-split pairs alone, a multiple of {LANES}"
+    return why_not(q)
+
+
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 
-IMPLEMENTATIONS: tuple[Implementation[torch.Tensor, ApplyRotary], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[RotaryQuery, ApplyRotary], ...] = (
+    Implementation("native", _native_takes, apply_rotary_native),
     Implementation("torch", on_cpu, apply_rotary_torch),
     Implementation("triton", by_triton, apply_rotary_triton),
     Implementation("reference", anywhere, apply_rotary_reference),
@@ -179,7 +201,7 @@ def apply_rotary(
             adjacent heads are turned in one go.
         cos, sin: [T, R/2] fp32, contiguous, of `rotary_cos_sin`; R at most D.
         interleaved: whether a pair is two neighbours instead of one element of each half.
-        implementation: `torch`, `triton` or `reference`; by default the first that supports q.
+        implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports q.
 
     Raises:
         TypeError, ValueError: a type or shape that does not fit.
@@ -198,5 +220,5 @@ def apply_rotary(
         )
     if q.stride(2) != 1 or k.stride(2) != 1 or not cos.is_contiguous() or not sin.is_contiguous():
         raise ValueError("apply_rotary: heads of q and k, and cos and sin, must be contiguous")
-    choose(IMPLEMENTATIONS, q, implementation)(q, k, cos, sin, interleaved)
+    choose(IMPLEMENTATIONS, (q, cos, interleaved), implementation)(q, k, cos, sin, interleaved)
     return q, k

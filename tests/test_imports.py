@@ -24,7 +24,16 @@ PARTS: Mapping[str, frozenset[str]] = {
     "cli": frozenset({"cli"}),
     "serving": frozenset({"serving"}),
     "engine": frozenset(
-        {"engine", "loading", "manual", "output_processor", "model_store", "tokenizer", "chat_template"}
+        {
+            "engine",
+            "loading",
+            "manual",
+            "output_processor",
+            "prompt_encoder",
+            "model_store",
+            "tokenizer",
+            "chat_template",
+        }
     ),
     "scheduling": frozenset({"scheduling"}),
     "execution": frozenset({"execution"}),

@@ -92,6 +92,11 @@ def test_every_result_occurs(engine: Engine, uids: list[object], lengths: list[i
         assert engine.pool.num_referenced == before
 
 
+def test_each_uid_has_one_length(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="2 uids and 1 lengths"):
+        engine.can_schedule(["a", "b"], [1])
+
+
 def test_query_tells_what_fits(engine: Engine) -> None:
     assert engine.query("new", 100, 100) == (40, 5)
     assert engine.query("new", 100, 2) == (16, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from hookline.config import EngineConfig, parse_bytes
 from hookline.errors import NotEnoughMemoryError, UsageError
-from hookline.memory_planner import MemoryPlanner, available_memory, format_bytes
+from hookline.memory_planner import MemoryPlanner, _cgroup_available, available_memory, format_bytes
 from hookline.model import CacheSpec, TransformerConfig
 
 MIB = 2**20
@@ -32,7 +33,7 @@ TOKEN = 4 * 2 * 2 * 64 * 4
 
 
 def plan(available: int, weights: int = 10 * MIB, **options: Any) -> Any:
-    config = EngineConfig("m", dtype="float32", device="cpu", max_batch_tokens=512, **options)
+    config = EngineConfig("m", **{"dtype": "float32", "device": "cpu", "max_batch_tokens": 512, **options})
     return MemoryPlanner(CONFIG, config).plan([SPEC], weights, available)
 
 
@@ -68,6 +69,11 @@ def test_the_table_names_every_part() -> None:
         (64 * MIB, {"kv_cache_memory": 2**40}),
         (40 * MIB, {"max_model_len": 4096}),
         (2**30, {"max_model_len": 4096, "kv_cache_memory": MIB}),
+        (2**30, {"kv_cache_memory": 1}),
+        (2**30, {"block_size": 10**9}),
+        (2**30, {"max_batch_tokens": 10**9}),
+        (2**30, {"max_running": 10**9}),
+        (22 * MIB, {"max_model_len": 4096}),
     ],
 )
 def test_each_remedy_works(available: int, options: dict[str, int]) -> None:
@@ -75,16 +81,20 @@ def test_each_remedy_works(available: int, options: dict[str, int]) -> None:
         plan(available, **options)
     assert "Memory on cpu:" in caught.value.message
     lines = caught.value.hint.splitlines()
-    remedies = [dict(re.findall(r"--(max-model-len|kv-cache-memory) (\S+)", line)) for line in lines]
-    remedies = [found for found in remedies if found]
+    remedies = [dict(re.findall(r"--(\S+) (\d+)", line)) for line in lines[1:] if "--dtype" not in line]
     assert remedies
     for found in remedies:
-        changed = dict(options)
-        if "max-model-len" in found:
-            changed["max_model_len"] = int(found["max-model-len"])
-        if "kv-cache-memory" in found:
-            changed["kv_cache_memory"] = parse_bytes(found["kv-cache-memory"])
-        plan(available, **changed)
+        assert found
+        plan(available, **{**options, **{name.replace("-", "_"): int(value) for name, value in found.items()}})
+
+
+def test_halving_is_offered_where_it_helps_alone() -> None:
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan(11 * MIB)
+    assert "--dtype bfloat16" in caught.value.hint
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan(2**30, kv_cache_memory=2**40)
+    assert "--dtype" not in caught.value.hint
 
 
 def test_no_room_for_a_block_is_an_error() -> None:
@@ -103,12 +113,21 @@ def test_available_memory_is_within_the_machine() -> None:
     assert 0 < available_memory(torch.device("cpu")) < 2**50
 
 
+def test_a_containers_limit_counts_and_idle_files_do_not(tmp_path: Path) -> None:
+    assert _cgroup_available(tmp_path) is None
+    for name, text in (("max", "1000\n"), ("current", "900\n"), ("stat", "anon 500\ninactive_file 300\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert _cgroup_available(tmp_path) == 400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup_available(tmp_path) is None
+
+
 @pytest.mark.parametrize(("text", "count"), [("512MiB", 512 * MIB), ("2 GB", 2 * 10**9), ("1000", 1000), (7, 7)])
 def test_sizes_are_parsed(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1GiB", "1.5.2GB", "12 parsecs", "GiB", "1e9"])
+@pytest.mark.parametrize("text", ["", "0", "9" * 400, "0.1", "-1GiB", "1.5.2GB", "12 parsecs", "GiB", "1e9"])
 def test_bad_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="kv"):
         parse_bytes(text, "kv")

@@ -51,6 +51,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("max_tokens", True),
     ("max_tokens", 1.0),
     ("max_tokens", 2**63),
+    ("stop", ["\ud83d"]),
+    ("bad_words", "\ud83d"),
     ("min_tokens", -1),
     ("min_tokens", None),
     ("temperature", -0.1),

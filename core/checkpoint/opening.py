@@ -73,14 +73,15 @@ def _gguf_file(path: Path) -> Path:
 
 
 def _refuse_folder(path: Path) -> None:
-    if not (path / "config.json").exists() and not any(path.iterdir()):
-        raise ModelNotFoundError(f"{path} is empty", hint="Give a model's folder, or a GGUF file.")
     for entry in sorted(path.iterdir()):
         refuse_pickle(entry)
         if entry.suffix == ".safetensors":
             raise CheckpointError(
                 f"{path} has {entry.name}, but neither {SINGLE_FILE} nor {INDEX_FILE}", hint="Download it again."
             )
+    if not (path / "config.json").exists():
+        what = "has neither weights nor a config.json" if any(path.iterdir()) else "is empty"
+        raise ModelNotFoundError(f"{path} {what}", hint="Give a model's folder, or a GGUF file.")
 
 
 def _random(path: Path, found: LoadFormat) -> RandomReader:

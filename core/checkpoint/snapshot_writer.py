@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,9 @@ from hookline.errors import CheckpointError
 
 Containers = Iterable[tuple[str, Mapping[str, torch.Tensor | None]]]
 
+_OWN_FILE = re.compile(
+    rf"{re.escape(MANIFEST_FILE)}|rank-\d+-of-\d+\.safetensors|tokenizer(_config)?\.json|chat_template\.jinja"
+)
 _HEADER_BYTES = ALIGNMENT  # with its length field, so that the buffer is aligned in the file as well
 
 
@@ -81,6 +85,12 @@ def write_snapshot(
 def check_target(folder: Path) -> None:
     """Raises CheckpointError if a snapshot may not be written there: only a snapshot or nothing is replaced."""
     if folder.is_dir() and ((folder / MANIFEST_FILE).is_file() or not any(folder.iterdir())):
+        others = sorted(entry.name for entry in folder.iterdir() if not _OWN_FILE.fullmatch(entry.name))
+        if others:
+            raise CheckpointError(
+                f"{folder} is a snapshot and also holds {', '.join(others[:3])}, which would be lost",
+                hint="Give a new folder, or move what is not the snapshot's elsewhere.",
+            )
         return
     if folder.exists() or folder.is_symlink():
         raise CheckpointError(f"{folder} exists and is no snapshot", hint="Give a new folder, or remove this one.")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from hookline.engine import Engine, Prompt
+    from hookline.engine import Engine
+    from hookline.prompt_encoder import Prompt
     from hookline.sampling_params import SamplingParams
     from hookline.scheduling.output import RequestOutput
 

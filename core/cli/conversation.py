@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from hookline.cli.output_file import check_output, is_stream
+from hookline.config import expand_home
 from hookline.errors import HooklineError, ModelNotFoundError, UsageError
 
 Message = dict[str, str]
@@ -39,15 +40,21 @@ class Conversation:
 
 
 def save_conversation(conversation: Conversation, name: str) -> None:
-    """Writes the messages as JSON; what was in the file stays if that fails."""
-    path = Path(name).expanduser()
-    partial = path.with_name(f"{path.name}.partial")
+    """Writes the messages as JSON; what was in the file stays if that fails.
+
+    Raises:
+        UsageError: if no file can be written there.
+    """
+    path = check_output(name, "/save")
+    partial = path if is_stream(path) else path.with_name(f"{path.name}.partial")
     try:
         text = json.dumps({"messages": conversation.messages()}, ensure_ascii=False, indent=2)
         partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        if partial != path:
+            partial.replace(path)
     except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
+        if partial != path:
+            partial.unlink(missing_ok=True)
         raise HooklineError(f"{name} cannot be written: {error}") from None
 
 
@@ -59,7 +66,7 @@ def load_conversation(name: str) -> Conversation:
         UsageError: if it holds something else.
     """
     try:
-        value = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        value = json.loads(expand_home(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelNotFoundError(f"{name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,14 +19,16 @@ from hookline.cli.options import (
     sampling_options,
     sampling_params,
 )
-from hookline.cli.prompt_file import check_output, generate_file, read_lines
+from hookline.cli.output_file import check_output
+from hookline.cli.prompt_file import generate_file, json_line, read_lines
 from hookline.cli.prompts import RowReader, as_prompt
 from hookline.cli.render import run_figures
 from hookline.cli.starting import start_engine
 from hookline.errors import HooklineError, InvalidRequestError, UsageError
 
 if TYPE_CHECKING:
-    from hookline.engine import Engine, Prompt
+    from hookline.engine import Engine
+    from hookline.prompt_encoder import Prompt
     from hookline.sampling_params import SamplingParams
     from hookline.scheduling.output import RequestOutput
 
@@ -89,13 +89,15 @@ def generate(
         if prompt is not None:
             raise UsageError("both PROMPT and --input are given", hint="Give one of the two.")
         lines = read_lines(input_file)
-        target = None if output_file is None else check_output(Path(output_file))
+        target = None if output_file is None else check_output(output_file, "--output")
         with start_engine(config) as engine:
             rows = RowReader(engine, params, system=system, raw=raw)
             failed = generate_file(engine, rows, lines, target, stats_since=start if stats else None)
         ctx.exit(1 if failed else 0)
     if output_file is not None:
         raise UsageError("--output goes with --input", hint="Redirect stdout to keep one answer in a file.")
+    if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
+        raise UsageError("log probabilities are only shown with --json or --input", hint="Add --json.")
     text = _read_prompt(prompt, raw)
     with start_engine(config) as engine:
         ready = time.monotonic()
@@ -131,7 +133,7 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: boo
     if as_json or params.n > 1:
         [output] = engine.generate([prompt], params)
         if as_json:
-            click.echo(json.dumps(output.to_dict(), ensure_ascii=False))
+            click.echo(json_line(output.to_dict()))
         else:
             for one in output.outputs:
                 click.echo(f"--- {one.index + 1} of {params.n} ---\n{one.text}")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 import traceback
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -87,11 +89,17 @@ class EngineGroup(click.Group):
             if ctx.params["debug"]:
                 click.echo(traceback.format_exc(), err=True, nl=False)
             if not isinstance(error, HooklineError):
-                error = HooklineError(
-                    f"{type(error).__name__}: {error}", hint="This is unexpected. See where: engine --debug ..."
-                )
+                error = HooklineError(_describe(error), hint="This is unexpected. See where: engine --debug ...")
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+
+
+def _describe(error: Exception) -> str:
+    """What went wrong, for errors that are not ours."""
+    if isinstance(error, OSError) and error.strerror:
+        where = "stdout, or another file in use" if error.filename is None else error.filename
+        return f"{where}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _read_prefer(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -139,5 +147,12 @@ def engine(ctx: click.Context, prefer: dict[str, str], disabled: frozenset[str],
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script.
+
+    A standard stream that the caller closed becomes one that is empty and takes everything: without it the next file
+    that is opened would stand in its place.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
     engine(prog_name="engine")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from hookline.cli.output_file import is_stream
 from hookline.cli.render import ProgressDisplay, run_figures
 from hookline.errors import HooklineError, ModelNotFoundError, UsageError
 
@@ -43,16 +43,14 @@ def read_lines(name: str) -> list[tuple[int, bytes]]:
     return lines
 
 
-def check_output(path: Path) -> Path:
-    """`path`, if a file can be written there.
-
-    Raises:
-        UsageError: if it cannot.
-    """
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        why = "is a folder" if path.is_dir() else "is not in a folder that can be written"
-        raise UsageError(f"the file of --output, {path}, {why}", hint="Give a file in a folder of yours.")
-    return path
+def json_line(value: object) -> str:
+    """`value` as JSON on one line, with letters as they are; halves of a character, which no file takes, escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def generate_file(
@@ -75,8 +73,7 @@ def generate_file(
     run = _Run(engine, rows, lines)
     with _opened(target) as file, ProgressDisplay("Generating", "prompts") as progress:
         for result in run.results(progress):
-            file.write(json.dumps(result, ensure_ascii=False) + "\n")
-            file.flush()
+            click.echo(json_line(result), file=file)
     if run.failed:
         click.echo(f"{run.failed} of {len(lines)} rows failed; their results have an error.", err=True)
     if stats_since is not None:
@@ -145,10 +142,17 @@ class _Run:
 
 
 @contextmanager
-def _opened(target: Path | None) -> Iterator[TextIO]:
-    """A file that gets its name when all is written; what is there before stays under the name with `.partial`."""
+def _opened(target: Path | None) -> Iterator[TextIO | None]:
+    """A file that gets its name when all is written; what is there before stays under the name with `.partial`.
+
+    None stands for stdout. A device or a pipe, such as `/dev/null`, is written to and never replaced.
+    """
     if target is None:
-        yield sys.stdout
+        yield None
+        return
+    if is_stream(target):
+        with target.open("w", encoding="utf-8") as file:
+            yield file
         return
     partial = target.with_name(f"{target.name}.partial")
     try:

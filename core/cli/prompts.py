@@ -9,7 +9,8 @@ from hookline.errors import InvalidRequestError
 from hookline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from hookline.engine import Engine, Prompt
+    from hookline.engine import Engine
+    from hookline.prompt_encoder import Prompt
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 
@@ -76,7 +77,7 @@ class RowReader:
         elif field == "messages":
             if isinstance(value, list) and value and all(map(_is_message, value)):
                 return value
-            wanted = "a list of at least one object with role and content"
+            wanted = "a list of at least one object with role and content, both texts"
         else:
             if isinstance(value, list) and value and all(type(token) is int for token in value):
                 return value
@@ -85,7 +86,10 @@ class RowReader:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+    """Whether a chat template can make a text of it; without a content only where the message calls tools instead."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or "content" not in value:
+        return False
+    return isinstance(value["content"], str) or (value["content"] is None and bool(value.get("tool_calls")))
 
 
 def _parse(line: bytes, number: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hookline.cli.pull import pull_with_progress
 from hookline.cli.render import ProgressDisplay
-from hookline.config import EngineConfig, read_environment
+from hookline.config import EngineConfig, expand_home, read_environment
 from hookline.model_store import find_pullable, resolve_model
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def find_model(config: EngineConfig) -> Path:
     """
     environment = read_environment()
     model = find_pullable(config.model)
-    on_disk = os.path.lexists(Path(config.model).expanduser())
+    on_disk = os.path.lexists(expand_home(config.model))
     if model is not None and not on_disk and not model.is_pulled(environment.cache_dir):
         return pull_with_progress(model.name, environment, config.offline)
     return resolve_model(config.model, environment, config.offline)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hookline.batch_processor import BatchProcessor, PromptSpan
-from hookline.execution.sampler import Sampler, prompt_logprobs
+from hookline.execution.sampler import Sampler, token_logprobs
 from hookline.execution.sampling_state import SamplingState
 from hookline.model import CacheTensors, TransformerModel
 from hookline.scheduling.output import TokenLogprob
@@ -92,5 +92,5 @@ class Runner:
             first = span.start + offset + 1
             logits = self.model.compute_logits(hidden[span.row + offset : span.row + offset + count])
             targets = request.prompt_token_ids[first : first + count]
-            found.extend(prompt_logprobs(logits, targets, request.params.prompt_logprobs or 0))
+            found += token_logprobs(logits.float(), targets, request.params.prompt_logprobs or 0)
         return found

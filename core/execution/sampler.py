@@ -254,24 +254,6 @@ def _report(logits: torch.Tensor, token_ids: list[int], batch: _Batch) -> list[T
     return answer
 
 
-def prompt_logprobs(
-    logits: torch.Tensor, next_ids: Sequence[int], top_n: int, rows_at_once: int = 256
-) -> list[TokenLogprob]:
-    """Logprobs of prompt tokens, in parts so that memory stays small.
-
-    Args:
-        logits: [N, V], any float type; row i scores the token after prompt token i.
-        next_ids: those tokens.
-        top_n: how many likeliest tokens to report beside.
-        rows_at_once: rows of one part.
-    """
-    entries: list[TokenLogprob] = []
-    for start in range(0, logits.shape[0], rows_at_once):
-        part = slice(start, start + rows_at_once)
-        entries += token_logprobs(logits[part].float(), next_ids[part], top_n)
-    return entries
-
-
 @torch.inference_mode()
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top_n: int) -> list[TokenLogprob]:
     """Logprob, rank and `top_n` likeliest tokens of each row.

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hookline.errors import InvalidRequestError
 from hookline.scheduling.block_pool import BlockPool
+
+
+def wrong_token_ids(values: Sequence[object], vocab_size: int) -> list[object]:
+    """Those of `values` that are no token ids of a vocabulary of this size."""
+    return [i for i in values if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size]
 
 
 def most_new_tokens(*, prompt: int, max_tokens: int | None, context: int, pool: BlockPool) -> int:

@@ -252,6 +252,13 @@ class RequestBlocks:
         self.request.block_table.extend(ids)
         return True
 
+    def give_back(self, count: int) -> None:
+        """Let the last `count` blocks go, which `extend` took for a step that did not happen."""
+        table = self.request.block_table
+        if count:
+            self._pool.release(table[-count:])
+            del table[-count:]
+
     def register(self, computed_tokens: int) -> None:
         """Make the blocks reusable that computed tokens fill."""
         if not self._pool.prefix_caching:

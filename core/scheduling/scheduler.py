@@ -153,7 +153,7 @@ class Scheduler:
         The batch is empty only when there is no request. Blocks for all its tokens are in the block tables.
 
         Raises:
-            SchedulerError: if the step before has not been given to `update` or `fail`.
+            SchedulerError: if the step before has not been given to `update`, `fail` or `retract`.
         """
         if self._in_flight is not None:
             raise SchedulerError("schedule was called while a step is in flight")
@@ -222,6 +222,12 @@ class Scheduler:
             self._end(request, FinishReason.ERROR)
         self._release_leaving()
         return lost
+
+    def retract(self, batch: ScheduledBatch) -> None:
+        """Take note that a step did not happen: nothing is computed, and its requests are scheduled anew."""
+        self._check_in_flight(batch)
+        self._in_flight = None
+        self._release_leaving()
 
     def check(self) -> None:
         """Recount all blocks and their owners.

@@ -87,6 +87,21 @@ def test_commands(chat: Callable[..., Result], tmp_path: Path) -> None:
     assert json.loads(saved.read_text()) == {"messages": [{"role": "system", "content": "Old."}]}
 
 
+def test_files_that_cannot_be_written_do_not_end_the_conversation(chat: Callable[..., Result], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    names = (".", "/", str(tmp_path), str(tmp_path / "none" / "a"), "a\0b", "~nobody-here/a", "/dev/null", str(pipe))
+    result = chat([f"/{verb} {name}" for name in names for verb in ("save", "load") if name != str(pipe)])
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("Error: ") == 13
+    assert chat([f"/save {pipe}"]).exit_code == 0
+    assert json.loads(os.read(reader, 100)) == {"messages": []}
+    os.close(reader)
+    assert not Path("/dev/null").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
 def test_full_context_is_said(chat: Callable[..., Result]) -> None:
     lines = ["a", "b" * 100, "/reset", "c"]
     result = chat(lines, "--max-model-len", "64")
@@ -139,11 +154,19 @@ def test_interrupt_stops_the_answer_and_not_the_program(checkpoint: Callable[...
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    assert process.stderr is not None
     process.stdin.write(b"Hello\n")
     process.stdin.flush()
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(b"/stats\n", timeout=60)
+    while b"(stopped)" not in (line := process.stderr.readline()):
+        assert line
+    process.stdin.write(b"/stats\nGo on\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
     assert process.returncode == 0, messages
     assert b"(stopped)" in messages
     assert b"requests     1 in" in messages

@@ -169,7 +169,11 @@ def test_file_of_prompts(generate: Callable[..., Result], engine: Engine, tmp_pa
         (b'{"prompt": "a", "messages": []}', "messages", "prompt and messages"),
         (b'{"prompt": ""}', "prompt", "not empty"),
         (b'{"prompt": "\\ud800"}', "prompt", "Unicode"),
+        (b'{"prompt": "a", "\\ud800": 1}', "\ud800", "no sampling option"),
+        (b'{"prompt": "a", "stop": "\\ud83d"}', "stop", "Unicode"),
         (b'{"messages": [{"content": "a"}]}', "messages", "role"),
+        (b'{"messages": [{"role": "user", "content": null}]}', "messages", "both texts"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}', "messages", "both texts"),
         (b'{"prompt_token_ids": [true]}', "prompt_token_ids", "whole number"),
         (b'{"prompt": "a", "top_p": 0}', "top_p", "top_p"),
         (b'{"prompt": "' + b"a" * 600 + b'"}', "prompt", "512"),
@@ -241,6 +245,9 @@ def test_interrupted_file_leaves_what_was_done(
         (["--output", "x.jsonl", "a"], 2, ["--output", "--input"]),
         (["--raw", "a" * 600], 2, ["600", "512"]),
         (["--kv-cache-memory", "100000GiB", "a"], 6, ["--kv-cache-memory", "available", "weights"]),
+        (["--kv-cache-memory", "9" * 400, "a"], 2, ["--kv-cache-memory", "512MiB"]),
+        (["--logprobs", "2", "a"], 2, ["--json"]),
+        (["--prompt-logprobs", "2", "a"], 2, ["--json"]),
         (["--load-format", "gguf", "a"], 1, ["safetensors", "gguf"]),
     ],
 )
@@ -263,10 +270,49 @@ def test_output_in_no_folder(generate: Callable[..., Result], tmp_path: Path) ->
     assert "--output" in result.stderr
 
 
+def test_output_to_a_pipe_or_a_link_does_not_replace_it(generate: Callable[..., Result], tmp_path: Path) -> None:
+    source, pipe, link, target = (tmp_path / name for name in ("in.jsonl", "pipe", "link", "out.jsonl"))
+    source.write_text('{"prompt": "a", "max_tokens": 1}')
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert generate("--input", str(source), "--output", str(pipe)).exit_code == 0
+    assert len(json.loads(os.read(reader, 2**16))["token_ids"]) == 1
+    os.close(reader)
+    assert generate("--input", str(source), "--output", str(link)).exit_code == 0
+    assert len(json.loads(target.read_text())["token_ids"]) == 1
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link", "out.jsonl", "pipe"]
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-"], ["chat"], ["generate", "--input", "-"]])
+def test_closed_stdin_is_an_empty_one(tiny_llama: Path, arguments: list[str]) -> None:
+    script = "import os, sys; os.close(0); os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
+    run = "from hookline.cli.main import main; main()"
+    command = [sys.executable, "-c", script, run, *arguments, "-m", str(tiny_llama), *CACHE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if arguments == ["chat"] else 2), done.stderr
+    assert "unexpected" not in done.stderr
+
+
+def test_a_full_disk_is_said(tiny_llama: Path) -> None:
+    command = [sys.executable, "-c", "from hookline.cli.main import main; main()", "generate", "-m", str(tiny_llama)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, *CACHE, "--max-tokens", "2", "a"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "stdout" in done.stderr
+    assert "No space left on device" in done.stderr
+
+
 def test_checkpoints_at_fault(generate: Callable[..., Result], tiny_llama: Path, tmp_path: Path) -> None:
-    missing = generate("a", model=tmp_path / "none")
-    assert missing.exit_code == 3
-    assert "none" in missing.stderr
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one.txt").write_text("Dear")
+    for name, says in (("none", "none"), ("~nobody-here/m", "~nobody"), (str(tmp_path / "letters"), "neither weights")):
+        missing = generate("a", model=Path(name) if name != "none" else tmp_path / "none")
+        assert missing.exit_code == 3
+        assert says in missing.stderr
 
     unknown = tmp_path / "unknown"
     shutil.copytree(tiny_llama, unknown)

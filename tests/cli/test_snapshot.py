@@ -51,6 +51,11 @@ def test_snapshot_replaces_snapshots_and_nothing_else(tiny_llama: Path, tmp_path
     assert refused.exit_code == 1
     assert "is no snapshot" in refused.stderr
     assert (other / "letter.txt").read_text() == "mine"
+    (folder / "letter.txt").write_text("mine")
+    refused = run("snapshot", tiny_llama, folder)
+    assert refused.exit_code == 1
+    assert "letter.txt" in refused.stderr
+    assert (folder / "letter.txt").read_text() == "mine"
 
 
 def test_wrong_path(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers.generation import logits_process as oracle
 
 from hookline.errors import UsageError
-from hookline.execution.sampler import Sampler, prompt_logprobs
+from hookline.execution.sampler import Sampler, token_logprobs
 from hookline.execution.sampling_state import SamplingState, derive_seed
 from hookline.sampling_params import SamplingParams
 
@@ -334,17 +334,16 @@ def test_logprobs_of_level_tokens_name_the_lowest_ids() -> None:
     assert [token for token, _ in result.logprobs[0].top] == [2500, 0, 1, 2]
 
 
-def test_prompt_logprobs_in_parts() -> None:
-    logits = make_logits(11, 60, seed=9).bfloat16()
+def test_logprobs_of_given_tokens() -> None:
+    logits = make_logits(11, 60, seed=9).bfloat16().float()
     next_ids = [int(i) for i in torch.randint(60, (11,), generator=torch.Generator().manual_seed(1))]
-    entries = prompt_logprobs(logits, next_ids, top_n=2, rows_at_once=4)
-    assert entries == prompt_logprobs(logits, next_ids, top_n=2)
+    entries = token_logprobs(logits, next_ids, top_n=2)
+    assert entries == token_logprobs(logits[:4], next_ids[:4], 2) + token_logprobs(logits[4:], next_ids[4:], 2)
     expected = logits.double().log_softmax(-1)
     assert [entry.token_id for entry in entries] == next_ids
     for row, entry in enumerate(entries):
         assert entry.logprob == pytest.approx(float(expected[row, next_ids[row]]), abs=1e-6)
         assert len(entry.top) == 2
-    assert prompt_logprobs(logits[:0], [], top_n=2) == []
 
 
 def test_leaves_its_arguments_alone_and_checks_the_shape() -> None:

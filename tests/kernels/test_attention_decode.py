@@ -11,6 +11,7 @@ import torch
 
 from hookline_kernels.attention_decode import IMPLEMENTATIONS, attention_decode
 from hookline_kernels.implementations import explain
+from hookline_kernels.native import why_not
 
 Make = Callable[..., Any]
 
@@ -124,9 +125,12 @@ def test_writes_into_out(attention_case: Make) -> None:
 
 def test_the_choice_is_explained(attention_case: Make) -> None:
     case = decode_case(attention_case, [5])
-    assert str(explain(IMPLEMENTATIONS, case.q)) == "torch"
-    assert "'reference' was asked for" in str(explain(IMPLEMENTATIONS, case.q, "reference"))
-    with pytest.raises(ValueError, match="known here: torch, triton, reference"):
+    query = (case.q, case.k_cache)
+    assert explain(IMPLEMENTATIONS, query).name == ("torch" if why_not(case.q) else "native")
+    odd = (case.q[..., :8], case.k_cache)
+    assert str(explain(IMPLEMENTATIONS, odd)).startswith("torch (not native: it takes head sizes")
+    assert "'reference' was asked for" in str(explain(IMPLEMENTATIONS, query, "reference"))
+    with pytest.raises(ValueError, match="known here: native, torch, triton, reference"):
         run(case, "cudnn")
 
 

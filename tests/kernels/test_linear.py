@@ -43,7 +43,9 @@ def test_packing_keeps_values_and_is_column_major() -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_the_choice_and_its_reason(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without native kernels; `native` is whether the CPU itself has instructions for 16-bit products."""
     monkeypatch.setattr(hookline_kernels.linear, "has_native_16bit_products", lambda dtype: native)
+    monkeypatch.setattr(hookline_kernels.linear, "why_not", lambda x: "there is no C compiler")
     weight = torch.zeros(4, 4)
     assert "16-bit" in str(explain(IMPLEMENTATIONS, (torch.zeros(8, 4), weight)))
     many = explain(IMPLEMENTATIONS, (torch.zeros(8, 4).bfloat16(), weight.bfloat16()))

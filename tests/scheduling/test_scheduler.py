@@ -262,6 +262,20 @@ def test_a_lost_step_ends_its_requests_alone() -> None:
     assert step(scheduler) == [("c", 0, 3, True)]
 
 
+def test_a_step_that_did_not_happen_is_scheduled_anew() -> None:
+    scheduler = make(max_running=2)
+    for name in "abc":
+        scheduler.add(ask(name, 3))
+    step(scheduler)
+    batch = scheduler.schedule()
+    scheduler.abort("b")
+    scheduler.retract(batch)
+    scheduler.check()
+    with pytest.raises(SchedulerError, match="not the step in flight"):
+        scheduler.retract(batch)
+    assert step(scheduler) == [("a", 3, 1, True), ("c", 0, 3, True)]
+
+
 def test_verbs_out_of_turn_are_refused() -> None:
     scheduler = make()
     assert scheduler.schedule().requests == () and scheduler.schedule().requests == ()

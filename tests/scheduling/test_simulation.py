@@ -37,6 +37,7 @@ EXPECTED_EVENTS = (
     "preempted twice",
     "preemption",
     "refused",
+    "retracted step",
     "shared block",
     "several tokens",
     "stop",
@@ -175,6 +176,10 @@ class Simulation:
             ended = self.scheduler.fail(batch)
             assert ended == lost and all(request.finish_reason is FinishReason.ERROR for request in lost)
             self.seen["failed step"] += 1
+            return
+        if not self.quiet and self.rng.random() < 0.01:
+            self.scheduler.retract(batch)
+            self.seen["retracted step"] += 1
             return
         results = self.scheduler.update(batch, sampled)
         assert [request for request, _ in results] == [part.request for part in batch.requests if part.samples]

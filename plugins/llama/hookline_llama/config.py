@@ -8,7 +8,7 @@ from typing import Any
 
 from hookline.errors import ModelConfigError
 from hookline.layers.rotary import RopeConfig, read_rope
-from hookline.model import TransformerConfig, read_count, read_transformer_fields
+from hookline.model import TransformerConfig, read_count, read_flag, read_transformer_fields
 from hookline_kernels.activation import GATED_ACTIVATIONS
 
 
@@ -28,7 +28,7 @@ def read_config(hf_config: Mapping[str, Any]) -> LlamaConfig:
     """Raises ModelConfigError, naming the field, where the config is unsound or asks for what is not supported."""
     fields = read_transformer_fields(hf_config)
     activation = hf_config.get("hidden_act", "silu")
-    if activation not in GATED_ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in GATED_ACTIVATIONS:
         raise ModelConfigError(
             f"hidden_act is {activation!r}; known are {', '.join(sorted(GATED_ACTIVATIONS))}",
             hint="The model would give wrong text with another activation, so it is refused.",
@@ -38,9 +38,9 @@ def read_config(hf_config: Mapping[str, Any]) -> LlamaConfig:
         rope=read_rope(hf_config, fields["head_dim"]),
         window=_window(hf_config, fields["architecture"]),
         activation=activation,
-        attention_bias=bool(hf_config.get("attention_bias", False)),
-        mlp_bias=bool(hf_config.get("mlp_bias", False)),
-        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        attention_bias=read_flag(hf_config, "attention_bias"),
+        mlp_bias=read_flag(hf_config, "mlp_bias"),
+        tied_embeddings=read_flag(hf_config, "tie_word_embeddings"),
     )
 
 
