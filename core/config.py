@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
-
 from hookline.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -67,7 +65,7 @@ class EngineConfig:
     """How to load and run one model.
 
     Attributes:
-        model: a folder, a GGUF file, a snapshot folder, a pulled name or a hub id.
+        model: a folder, a GGUF file, a snapshot folder, a pulled name or a hub id; a `Path` becomes its text.
         dtype: type of weights and activations; `auto` is float32 on a CPU, and the checkpoint's own type elsewhere.
         device: `auto` takes a CUDA device where there is one.
         load_format: `auto` looks at the files; `random` makes seeded random weights from the config alone.
@@ -97,14 +95,20 @@ class EngineConfig:
     plugins: PluginOptions = PluginOptions()
 
     def __post_init__(self) -> None:
+        model: object = self.model
+        if isinstance(model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(model))
+        if not isinstance(self.model, str):
+            raise UsageError(f"model is {model!r:.80}", hint="Give a path, a pulled model's name or a hub id.")
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
-        _check_choice("device", re.sub(r"(?<=cuda):\d+$", "", self.device), _DEVICES)
+        _check_choice("device", re.sub(r"(?<=cuda):\d+$", "", str(self.device)), _DEVICES)
         for name in ("max_batch_tokens", "max_running", "block_size", "max_model_len", "kv_cache_memory"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            may_be_none = name in ("max_model_len", "kv_cache_memory")
+            if not (value is None and may_be_none) and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}", hint=f"Give {name} a whole number of at least 1.")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed!r}", hint="Give seed a whole number from 0 to 2**63 - 1.")
 
 
@@ -128,7 +132,13 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     cache = env.get("HOOKLINE_CACHE_DIR")
     names = (name.strip() for name in env.get("HOOKLINE_DISABLE_PLUGINS", "").split(","))
     return Environment(
-        cache_dir=expand_home(cache) if cache else Path(platformdirs.user_cache_dir("hookline")),
+        cache_dir=expand_home(cache or _user_cache_dir()),
         disabled_plugins=frozenset(name for name in names if name),
         offline=env.get("HOOKLINE_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
     )
+
+
+def _user_cache_dir() -> str:
+    import platformdirs  # not at the top: who says where the cache is can do without
+
+    return str(platformdirs.user_cache_dir("hookline"))

@@ -23,7 +23,7 @@ from hookline.loading import LoadedModel, load_model, save_snapshot
 from hookline.manual import ManualDriver, SchedulingResult
 from hookline.output_processor import OutputProcessor
 from hookline.prompt_encoder import Prompt, PromptEncoder, as_prompts
-from hookline.sampling_params import SamplingParams
+from hookline.sampling_params import SamplingParams, check_params
 from hookline.scheduling.block_pool import BlockPool
 from hookline.scheduling.output import RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
@@ -114,7 +114,7 @@ class Engine:
         Raises:
             InvalidRequestError: if it can never be served as it stands; nothing has changed then.
         """
-        params = params or SamplingParams()
+        params = check_params(params)
         token_ids = self.encode(prompt)
         params.check_against(self.vocab_size, len(token_ids), self.max_model_len)
         number = next(self._numbers)
@@ -244,7 +244,8 @@ class Engine:
             progress: is told how many of how many are done.
         """
         many = as_prompts(prompts)
-        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        given: object = params
+        each = list(params) if isinstance(params, list | tuple) else [check_params(given)] * len(many)
         if len(each) != len(many):
             raise InvalidRequestError(f"{len(many)} prompts and {len(each)} sampling params", field="params")
         ids: list[str] = []

@@ -43,6 +43,7 @@ class MemoryPlan:
         weights, activations: of the model, and of one step at its largest.
         cache: of all cache groups, `num_blocks` blocks of `block_size` tokens.
         max_model_len: longest request that is served.
+        model_len: longest that was asked for, or that the model was made for; the cache may hold less.
     """
 
     device: str
@@ -53,6 +54,7 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     max_model_len: int
+    model_len: int
 
     def table(self) -> str:
         """The plan as lines of text."""
@@ -73,6 +75,8 @@ class MemoryPlan:
         if self.num_blocks:
             concurrent = tokens / self.max_model_len
             lines.append(f"  {concurrent:,.1f} requests of {self.max_model_len:,} tokens fit at a time")
+            if self.max_model_len < self.model_len:
+                lines.append(f"  a request ends there, short of {self.model_len:,}: the cache holds no more")
         return "\n".join([f"Memory on {self.device}:", *lines])
 
 
@@ -135,6 +139,7 @@ class MemoryPlanner:
             num_blocks=num_blocks,
             block_size=options.block_size,
             max_model_len=max(1, min(wanted_len, longest)),
+            model_len=wanted_len,
         )
         fault = ""
         if room <= 0:

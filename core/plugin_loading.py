@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -130,7 +132,8 @@ def load_architecture(claim: Claim, claimed: frozenset[str]) -> LoadedArchitectu
 
 def _import(claim: Claim) -> ModuleType:
     try:
-        return importlib.import_module(claim.module)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for results, some of them JSON
+            return importlib.import_module(claim.module)
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"{claim.title} cannot be imported: {_describe(error)}",

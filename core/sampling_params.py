@@ -222,6 +222,20 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
+def check_params(params: object) -> SamplingParams:
+    """`params`, or the defaults for None.
+
+    Raises:
+        InvalidRequestError: if it is anything else.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        hint = "Write SamplingParams(max_tokens=...), or SamplingParams.from_dict for a dict."
+        raise InvalidRequestError(f"params is a {type(params).__name__}, not SamplingParams", field="params", hint=hint)
+    return params
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -81,8 +81,8 @@ def cache_write_triton(values: Sequence[torch.Tensor], caches: Sequence[torch.Te
 def cache_write_native(values: Sequence[torch.Tensor], caches: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
     """For the CPU: one pass an entry."""
     for value, cache in zip(values, caches, strict=True):
-        width, capacity = value[0].numel() if len(value) else 1, cache.shape[0] * cache.shape[1]
-        sizes = (len(slots), width, value.stride(0), capacity)
+        capacity = cache.shape[0] * cache.shape[1]
+        sizes = (len(slots), cache.stride(1), value.stride(0), capacity)
         past = native(cache.dtype).cache_write(value.data_ptr(), cache.data_ptr(), slots.data_ptr(), *sizes)
         if past >= 0:
             raise ValueError(f"cache_write: slot {int(slots[past])} does not exist, the cache has {capacity}")
@@ -92,21 +92,12 @@ CacheWriteQuery = tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Ten
 
 
 def _native_takes(query: CacheWriteQuery) -> str | None:
-    slots, values, caches = query
+    _, values, caches = query
     if any(value.dtype != cache.dtype for value, cache in zip(values, caches, strict=True)):
         return "values and caches differ in type"
-    if not all(_rows_are_contiguous(value) for value in values):
+    if any(value.stride()[1:] != cache.stride()[2:] for value, cache in zip(values, caches, strict=True)):
         return "an entry's elements do not lie together"
-    return why_not(slots) if slots.device.type != "cpu" else why_not(caches[0])
-
-
-def _rows_are_contiguous(value: torch.Tensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(value.shape[1:]), reversed(value.stride()[1:]), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return why_not(caches[0])
 
 
 CacheWrite = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor], None]

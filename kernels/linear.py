@@ -83,14 +83,13 @@ def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """For few tokens on the CPU: the weight is read once, all tokens pass by each part of it."""
-    tokens, inner, columns = x.shape[0], x.shape[1], weight.shape[0]
+    (tokens, inner), columns = x.shape, weight.shape[0]
     threads = torch.get_num_threads()
     tile = min(TILE, -(-columns // threads // LANES) * LANES)
-    tiles = -(-columns // tile)
-    y = torch.empty((tokens, columns), dtype=x.dtype)
-    scratch = torch.empty(tokens * (inner + tiles * (tile + LANES)), dtype=torch.float32)
+    y = x.new_empty((tokens, columns))
     pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-    native(x.dtype).linear(*pointers, scratch.data_ptr(), tokens, inner, columns, tile, threads)
+    if native(x.dtype).linear(*pointers, tokens, inner, columns, tile, threads):
+        raise MemoryError(f"linear: no memory for the sums of {tokens} tokens and {columns} columns")
     return y
 
 
@@ -107,7 +106,7 @@ def _native_takes(query: LinearInput) -> str | None:
         most = NATIVE_TOKENS_OWN_BF16 if has_native_16bit_products(x.dtype) else NATIVE_TOKENS_BF16
     if not 0 < x.shape[0] <= most:
         return f"it is for 1 to {most} tokens"
-    if weight.stride(0) != 1 or weight.stride(1) != weight.shape[0] or not x.is_contiguous():
+    if weight.stride() != (1, weight.shape[0]) or not x.is_contiguous():
         return "the weight is not packed, or x is a strided view"
     return why_not(x)
 
@@ -150,10 +149,9 @@ def linear(
     Raises:
         TypeError, ValueError: a type or shape that does not fit.
     """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"linear: x [T, in] and weight [out, in] expected, got {list(x.shape)} and {list(weight.shape)}"
-        )
+    size, shape = x.shape, weight.shape
+    if len(size) != 2 or len(shape) != 2 or size[1] != shape[1]:
+        raise ValueError(f"linear: x [T, in] and weight [out, in] expected, got {list(size)} and {list(shape)}")
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         raise TypeError(
             f"linear: x, weight and bias must be of one type, got {x.dtype}, {weight.dtype}"

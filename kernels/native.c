@@ -111,22 +111,25 @@ static void product(const float *x, const element *weight, float *total, long ro
 }
 
 /* y [rows, columns] = x [rows, inner] weight [inner, columns] (+ bias [columns]). Threads take `tile` columns at a time,
- * whose sums lie close together; scratch holds rows * inner floats, and rows * (tile + 16) for each tile. */
-void linear(const element *x, const element *weight, const element *bias, element *y, float *scratch, long rows,
-            long inner, long columns, long tile, int threads) {
-    float *source = scratch;
-    for (long i = 0; i < rows * inner; i++) source[i] = get(x + i);
+ * whose sums lie close together. Answers 1 where there is no memory for the sums, else 0. */
+int linear(const element *x, const element *weight, const element *bias, element *y, long rows, long inner, long columns,
+           long tile, int threads) {
     long tiles = (columns + tile - 1) / tile, stride = tile + W; /* no power of two: rows must not share cache sets */
+    float *scratch = malloc((rows * inner + tiles * rows * stride) * sizeof(float));
+    if (!scratch) return 1;
+    for (long i = 0; i < rows * inner; i++) scratch[i] = get(x + i);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < tiles; t++) {
         long first = t * tile, width = first + tile < columns ? tile : columns - first;
         float *total = scratch + rows * inner + t * rows * stride;
         for (long m = 0; m < rows; m++)
             for (long n = 0; n < width; n++) total[m * stride + n] = bias ? get(bias + first + n) : 0;
-        product(source, weight + first, total, rows, inner, columns, width, stride);
+        product(scratch, weight + first, total, rows, inner, columns, width, stride);
         for (long m = 0; m < rows; m++)
             for (long n = 0; n < width; n++) put(y + m * columns + first + n, total[m * stride + n]);
     }
+    free(scratch);
+    return 0;
 }
 
 /* y = norm(residual += x) * weight, or of x itself where residual is null. Rows of x are x_stride elements apart. */

@@ -27,7 +27,7 @@ _SECONDS = 120
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
-    "linear": (None, [*[_pointer] * 5, *[_long] * 4, _int]),
+    "linear": (_int, [*[_pointer] * 4, *[_long] * 4, _int]),
     "rms_norm": (None, [*[_pointer] * 4, *[_long] * 3, _float]),
     "silu_and_mul": (None, [*[_pointer] * 2, *[_long] * 3, _int]),
     "rotary": (None, [*[_pointer] * 3, *[_long] * 5]),
@@ -58,9 +58,7 @@ def native(dtype: torch.dtype) -> ctypes.CDLL:
 
 def why_not(x: torch.Tensor) -> str | None:
     """Why native kernels cannot take tensors like x; None where they can."""
-    if x.device.type != "cpu":
-        return f"it is for the CPU and the tensor is on {x.device}"
-    return load(x.dtype).reason
+    return load(x.dtype).reason if x.is_cpu else f"it is for the CPU and the tensor is on {x.device}"
 
 
 @cache

@@ -376,8 +376,18 @@ class TestLoadingFaults:
             Engine(EngineConfig(str(tiny_llama), **{**OPTIONS, "kv_cache_memory": 2**60}))
 
     @pytest.mark.parametrize(
-        "options", [{"dtype": "int8"}, {"max_running": 0}, {"block_size": -1}, {"seed": -1}, {"device": "abacus"}]
+        "options",
+        [
+            *({"dtype": "int8"}, {"dtype": 1}, {"device": "abacus"}, {"device": None}, {"device": "cuda:-1"}),
+            *({"max_running": 0}, {"max_running": None}, {"block_size": -1}, {"block_size": True}, {"seed": -1}),
+        ],
     )
     def test_options_out_of_range(self, options: dict[str, Any]) -> None:
         with pytest.raises(UsageError, match=next(iter(options))):
             EngineConfig("model", **options)
+
+    def test_model_is_a_text_or_a_path(self) -> None:
+        assert EngineConfig(Path("a") / "b").model == "a/b"  # type: ignore[arg-type]
+        for model in (None, b"model", 5):
+            with pytest.raises(UsageError, match="model is"):
+                EngineConfig(model)  # type: ignore[arg-type]

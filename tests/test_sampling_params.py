@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hookline.errors import InvalidRequestError
-from hookline.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from hookline.sampling_params import MAX_LOGIT_BIAS, SamplingParams, check_params
 
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("max_tokens", 1, 1),
@@ -187,3 +187,11 @@ def test_holds_without_assertions_and_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["top_p is nan; it must be a number above 0 to 1", "False"]
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 2}, "max_tokens", 5])
+def test_what_is_no_params_is_refused(params: object) -> None:
+    assert check_params(None) == SamplingParams()
+    with pytest.raises(InvalidRequestError, match="not SamplingParams") as caught:
+        check_params(params)
+    assert caught.value.field == "params"

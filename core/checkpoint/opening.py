@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hookline.checkpoint.files import refuse_pickle, regular_size
 from hookline.checkpoint.folder import read_generation_config, read_hf_config, read_tokenizer_source
-from hookline.checkpoint.gguf import GgufReader
 from hookline.checkpoint.random import RandomReader
 from hookline.checkpoint.reader import CheckpointReader
 from hookline.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from hookline.checkpoint.snapshot import MANIFEST_FILE, SnapshotReader
 from hookline.config import LoadFormat
 from hookline.errors import CheckpointError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from hookline.checkpoint.gguf import GgufReader
 
 
 def open_checkpoint(path: Path, load_format: LoadFormat = "auto") -> CheckpointReader:
@@ -39,7 +42,7 @@ def open_checkpoint(path: Path, load_format: LoadFormat = "auto") -> CheckpointR
     if found == "snapshot":
         return SnapshotReader(path)
     if found == "gguf":
-        return GgufReader(_gguf_file(path))
+        return _open_gguf(path)
     _refuse_folder(path)
     raise CheckpointError(f"{path} has no weights", hint="With --load-format random its config.json alone is enough.")
 
@@ -58,6 +61,12 @@ def _find(path: Path) -> LoadFormat:
     if SINGLE_FILE in names or INDEX_FILE in names:
         return "safetensors"
     return "gguf" if any(name.endswith(".gguf") for name in names) else "random"
+
+
+def _open_gguf(path: Path) -> GgufReader:
+    from hookline.checkpoint.gguf import GgufReader  # brings the gguf package, which no other format needs
+
+    return GgufReader(_gguf_file(path))
 
 
 def _gguf_file(path: Path) -> Path:
@@ -85,8 +94,8 @@ def _refuse_folder(path: Path) -> None:
 
 
 def _random(path: Path, found: LoadFormat) -> RandomReader:
-    if found == "gguf":
-        file = GgufReader(_gguf_file(path))
+    if found in ("gguf", "snapshot"):  # which hold their config themselves
+        file = _open_gguf(path) if found == "gguf" else SnapshotReader(path)
         return RandomReader(file.hf_config, generation_config=file.generation_config, tokenizer=file.tokenizer_source)
     return RandomReader(
         read_hf_config(path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import sys
 import time
 from collections import deque
@@ -78,6 +79,8 @@ def chat(ctx: click.Context, /, model: str, system: str | None, **values: Any) -
 def _lines() -> Iterator[str]:
     """What the user writes, without blank lines, until the end of the input."""
     prompt = ">>> " if sys.stdin.isatty() else ""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused as any other bad line
     while True:
         try:
             line = input(prompt).strip()

@@ -88,6 +88,14 @@ _PENALTY_OPTIONS = (
         help="Add VALUE, -100 to 100, to the logit of token ID. May be given several times.",
     ),
     click.option(
+        "--allowed-token-id",
+        "allowed_token_ids",
+        metavar="ID",
+        type=int,
+        multiple=True,
+        help="Choose among these token IDs alone. May be given several times.  [default: all]",
+    ),
+    click.option(
         "--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Never write TEXT. May be given several times."
     ),
 )
@@ -177,7 +185,9 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
         click.BadParameter: if a `--logit-bias` is not of the form ID=VALUE.
     """
     fields = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
-    return SamplingParams(**{**fields, "logit_bias": dict(map(_read_bias, fields["logit_bias"]))})
+    fields["logit_bias"] = dict(map(_read_bias, fields["logit_bias"]))
+    fields["allowed_token_ids"] = fields["allowed_token_ids"] or None
+    return SamplingParams(**fields)
 
 
 def _read_bias(text: str) -> tuple[int, float]:

@@ -31,7 +31,8 @@ def most_new_tokens(*, prompt: int, max_tokens: int | None, context: int, pool: 
         raise InvalidRequestError(
             f"the prompt has {prompt} tokens; the context holds {context}, one of them for the output",
             field="prompt",
-            hint="Shorten the prompt, or give the engine a larger max_model_len if the model allows it.",
+            hint="Shorten the prompt, or give the engine a larger max_model_len and a cache (kv_cache_memory) for it, "
+            "if the model allows that.",
         )
     most = context - prompt if max_tokens is None else min(max_tokens, context - prompt)
     if most < 1:

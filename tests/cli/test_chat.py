@@ -102,6 +102,20 @@ def test_files_that_cannot_be_written_do_not_end_the_conversation(chat: Callable
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
+def test_a_line_that_is_no_text_is_refused_alone(tiny_llama: Path) -> None:
+    command = [sys.executable, "-c", "from hookline.cli.main import main; main()", "chat", "-m", str(tiny_llama)]
+    done = subprocess.run(
+        [*command, *CACHE, "--max-tokens", "1"],
+        input=b"\xff\xfe\n/system Late.\n/system\n",
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"no valid Unicode" in done.stderr
+    assert b"System message: Late." in done.stderr
+
+
 def test_full_context_is_said(chat: Callable[..., Result]) -> None:
     lines = ["a", "b" * 100, "/reset", "c"]
     result = chat(lines, "--max-model-len", "64")
@@ -142,31 +156,33 @@ def test_files_that_are_no_conversation(text: str, tmp_path: Path) -> None:
 
 def test_interrupt_stops_the_answer_and_not_the_program(checkpoint: Callable[..., Path]) -> None:
     model = checkpoint("llama", max_position_embeddings=100_000)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-c", "from hookline.cli.main import main; main()"),
-            *("chat", "-m", str(model), "--ignore-eos", "--max-tokens", "90000"),
-        ],
+    command = [sys.executable, "-c", "from hookline.cli.main import main; main()", "chat", "-m", str(model)]
+    with subprocess.Popen(
+        [*command, "--ignore-eos", "--max-tokens", "90000"],
+        bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdin.write(b"Hello\n")
-    process.stdin.flush()
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    while b"(stopped)" not in (line := process.stderr.readline()):
-        assert line
-    process.stdin.write(b"/stats\nGo on\n")
-    process.stdin.flush()
-    process.stdout.readline()
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
-    assert process.returncode == 0, messages
-    assert b"(stopped)" in messages
-    assert b"requests     1 in" in messages
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            for text in (b"Hello\n", b"Go on\n"):
+                process.stdin.write(text)
+                assert process.stdout.read(1), "no answer has begun"
+                process.send_signal(signal.SIGINT)
+                process.stdin.write(b"/stats\n")
+                messages = b""
+                while b"context  " not in messages:  # the last line of /stats
+                    assert (line := process.stderr.readline()), messages
+                    messages += line
+                assert b"(stopped)" in messages
+                assert b"requests     1 in" in messages
+                os.set_blocking(process.stdout.fileno(), False)
+                while process.stdout.read(1 << 16):
+                    pass
+                os.set_blocking(process.stdout.fileno(), True)
+            _, messages = process.communicate(timeout=60)
+            assert process.returncode == 0, messages
+        finally:
+            process.kill()

@@ -108,6 +108,7 @@ def test_sampling_options_reach_the_request(generate: Callable[..., Result]) -> 
     assert ids("--logit-bias", "65=100", "--logit-bias", "66=-100") == [65] * 8
     assert ids("--logit-bias", "65=100", "--stop-token-id", "65") == [65]
     assert ids("--logit-bias", "65=100", "--stop", "bbb") == [65] * 3
+    assert set(ids("--allowed-token-id", "65", "--allowed-token-id", "70")) <= {65, 70}
 
 
 def test_several_continuations(generate: Callable[..., Result]) -> None:

@@ -12,7 +12,7 @@ from hookline.scheduling.output import CompletionOutput, RequestOutput, Timing, 
 
 PLAN = MemoryPlan(
     device="cpu", available=2**30, weights=2**20, activations=2**20, cache=2**20, num_blocks=4, block_size=16,
-    max_model_len=64,
+    max_model_len=64, model_len=64,
 )  # fmt: skip
 
 

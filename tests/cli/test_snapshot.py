@@ -38,6 +38,8 @@ def test_snapshot_answers_as_the_model_does(tiny_llama: Path, tmp_path: Path, mo
     assert found["format"] == "snapshot"
     assert found["audit"]["ok"] is True
     assert found["chat_template"] is True
+    options = ("--load-format", "random", "--json", "--max-tokens", "2", "--kv-cache-memory", "4MiB")
+    assert run("generate", "-m", folder, *options, "Once").exit_code == 0
 
 
 def test_snapshot_replaces_snapshots_and_nothing_else(tiny_llama: Path, tmp_path: Path) -> None:
