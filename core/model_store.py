@@ -331,6 +331,7 @@ def _suggest(name: str, path: Path) -> str:
     except OSError:
         beside = []
     near = difflib.get_close_matches(name.lower(), [model.name for model in PULLABLE], n=3, cutoff=0.5)
+    near = near or [model.name for model in PULLABLE if len(name) > 3 and model.name.startswith(name.lower())]
     near += difflib.get_close_matches(str(path), beside, n=3, cutoff=0.7)
     if near:
         return f"Did you mean {' or '.join(near)}?"

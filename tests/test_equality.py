@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from hookline import Engine, EngineConfig, SamplingParams
+from hookline_kernels import native
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -194,6 +195,15 @@ def test_cold_and_warm_prefixes_agree(name: str, expected: Any) -> None:
     assert ids_of(partly) == want
     counts = [(output.usage.cached_tokens, output.usage.prompt_tokens) for output in partly]
     assert sum(0 < cached < prompt - BLOCK for cached, prompt in counts) > 1
+
+
+@pytest.mark.parametrize("name", ["plain", "mistral window"])
+def test_kernels_do_not_matter(name: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no C compiler the torch implementations give the same."""
+    monkeypatch.setattr(native, "load", lambda dtype: native.Native(None, "left out by the test"))
+    folder, many, want = expected(name)
+    with engine(folder, max_model_len=128) as run:
+        assert ids_of(run.generate(many, GREEDY)) == want
 
 
 def test_old_spellings_of_the_config_mean_the_same(expected: Any, tmp_path: Path) -> None:

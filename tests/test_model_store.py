@@ -261,6 +261,7 @@ def test_paths_and_pulled_names_resolve(tmp_path: Path, wheel: bytes, monkeypatc
     ("name", "hint"),
     [
         ("smollm2-135m", DEFAULT_MODEL),
+        ("SmolLM", DEFAULT_MODEL),
         ("./modle.gguf", "model.gguf"),
         ("sub/model.ggf", "sub/model.gguf"),
         ("", "Give a model's folder"),

@@ -56,6 +56,7 @@ def run_checks(options: PluginOptions) -> list[Check]:
         check_version("torch", torch, *_TORCH),
         check_triton(),
         check_device(torch),
+        check_native(torch),
         check_cache(environment.cache_dir),
         *check_plugins(options),
         check_model(environment),
@@ -143,6 +144,16 @@ def check_device(torch: dict[str, Any]) -> Check:
         "An NVIDIA driver is installed, but torch sees no device: install a CUDA build of torch, or run nvidia-smi."
     )
     return Check("cuda", True, "none found; the CPU is used", advice if has_driver else "")
+
+
+def check_native(torch: dict[str, Any]) -> Check:
+    """Whether the CPU's own kernels are there. Without them all works, slower."""
+    if "no_native_kernels" not in torch:
+        return Check("cpu kernels", True, "not known without torch")
+    reason = torch["no_native_kernels"]
+    if reason is None:
+        return Check("cpu kernels", True, "built for this CPU")
+    return Check("cpu kernels", True, f"none: {reason}", "Decoding on the CPU is faster with gcc: install it.")
 
 
 def check_cache(folder: Path) -> Check:

@@ -12,16 +12,18 @@ from typing import Any
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Version of the package `name`; for torch its CUDA version and devices too."""
+    """Version of the package `name`; for torch its devices too, and whether there are native kernels."""
     module = importlib.import_module(name)
     found: dict[str, Any] = {"version": str(module.__version__)}
     if name == "torch":
         from hookline.memory_planner import available_memory
+        from hookline_kernels.native import load
 
         cuda = module.cuda
         found["cuda"] = module.version.cuda
         found["devices"] = [_describe_device(cuda, index) for index in range(cuda.device_count())]
         found["available_memory"] = available_memory(module.device("cpu"))
+        found["no_native_kernels"] = load(module.float32).reason
     return found
 
 

@@ -150,17 +150,15 @@ def _opened(target: Path | None) -> Iterator[TextIO | None]:
     if target is None:
         yield None
         return
-    if is_stream(target):
-        with target.open("w", encoding="utf-8") as file:
-            yield file
-        return
-    partial = target.with_name(f"{target.name}.partial")
+    partial = target if is_stream(target) else target.with_name(f"{target.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             yield file
-        partial.replace(target)
+        if partial != target:
+            partial.replace(target)
     except OSError as error:
         raise HooklineError(f"{target} cannot be written: {error}") from error
     except BaseException:
-        click.echo(f"The results so far are in {partial}.", err=True)
+        if partial != target:
+            click.echo(f"The results so far are in {partial}.", err=True)
         raise

@@ -174,7 +174,8 @@ def test_interrupt_stops_the_answer_and_not_the_program(checkpoint: Callable[...
                 process.stdin.write(b"/stats\n")
                 messages = b""
                 while b"context  " not in messages:  # the last line of /stats
-                    assert (line := process.stderr.readline()), messages
+                    line = process.stderr.readline()
+                    assert line, messages
                     messages += line
                 assert b"(stopped)" in messages
                 assert b"requests     1 in" in messages

@@ -28,9 +28,18 @@ def test_this_machine_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 0, report
     assert report["ok"] is True
     found = {check["name"]: check for check in report["checks"]}
-    assert {"python", "system", "cpu", "memory", "torch", "triton", "cuda", "cache folder", "default model"} < set(
-        found
-    )
+    assert {
+        "python",
+        "system",
+        "cpu",
+        "memory",
+        "torch",
+        "triton",
+        "cuda",
+        "cpu kernels",
+        "cache folder",
+        "default model",
+    } < set(found)
     assert "tested from" in found["torch"]["found"]
     assert "LlamaForCausalLM" in found["plugin llama"]["found"]
     assert "available" in found["memory"]["found"]
@@ -53,6 +62,16 @@ def test_no_gpu_is_no_failure(quick: dict[str, dict[str, Any]]) -> None:
     assert "none found; the CPU is used" in result.stdout
     assert f"engine pull {DEFAULT_MODEL}" in result.stdout
     assert "FAIL" not in result.stdout
+
+
+def test_missing_native_kernels_are_advice_and_no_failure(quick: dict[str, dict[str, Any]]) -> None:
+    quick["torch"]["no_native_kernels"] = "there is no C compiler (gcc or cc) on the PATH"
+    result = doctor()
+    assert result.exit_code == 0
+    assert "none: there is no C compiler" in result.stdout
+    assert "install it" in result.stdout
+    quick["torch"]["no_native_kernels"] = None
+    assert "built for this CPU" in doctor().stdout
 
 
 def test_broken_torch_is_reported_and_the_rest_goes_on(quick: dict[str, dict[str, Any]]) -> None:

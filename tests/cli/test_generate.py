@@ -280,6 +280,9 @@ def test_output_to_a_pipe_or_a_link_does_not_replace_it(generate: Callable[..., 
     assert generate("--input", str(source), "--output", str(pipe)).exit_code == 0
     assert len(json.loads(os.read(reader, 2**16))["token_ids"]) == 1
     os.close(reader)
+    full = generate("--input", str(source), "--output", "/dev/full")
+    assert full.exit_code == 1
+    assert "/dev/full cannot be written" in full.stderr
     assert generate("--input", str(source), "--output", str(link)).exit_code == 0
     assert len(json.loads(target.read_text())["token_ids"]) == 1
     assert link.is_symlink()
