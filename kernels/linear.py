@@ -28,9 +28,11 @@ PANEL = 3072
 DIRECT_TOKENS = 3
 
 # Up to so many tokens the native kernel beats the library's product: in fp32, in bf16, and in bf16 where the CPU has
-# instructions of its own for it. Columns of the weight that a thread takes at a time.
+# instructions of its own for it.
 NATIVE_TOKENS, NATIVE_TOKENS_BF16, NATIVE_TOKENS_OWN_BF16 = 16, 32, 8
-TILE = 512
+
+# Columns of the weight that a thread of the native kernel takes at a time, and sums that it keeps for them.
+MIN_TILE, MAX_TILE, TILE_SUMS = 96, 1536, 6144
 
 LinearInput = tuple[torch.Tensor, torch.Tensor]
 
@@ -85,7 +87,9 @@ def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """For few tokens on the CPU: the weight is read once, all tokens pass by each part of it."""
     (tokens, inner), columns = x.shape, weight.shape[0]
     threads = torch.get_num_threads()
-    tile = min(TILE, -(-columns // threads // LANES) * LANES)
+    # A thread's columns: an even share, and few enough that the sums of all tokens stay in the first level cache.
+    share = min(max(MIN_TILE, min(MAX_TILE, TILE_SUMS // tokens)), -(-columns // threads))
+    tile = -(-share // (2 * LANES)) * 2 * LANES
     y = x.new_empty((tokens, columns))
     pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
     if native(x.dtype).linear(*pointers, tokens, inner, columns, tile, threads):

@@ -15,7 +15,7 @@ typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t lanes __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
 
-static inline vec splat(float x) { return (vec){} + x; }
+static inline vec splat(float x) { return x - (vec){}; } /* 0 + x would not be x for -0, and is added at run time */
 static inline vec choose(lanes mask, vec a, vec b) { return (vec)((mask & (lanes)a) | (~mask & (lanes)b)); }
 
 #ifdef BFLOAT16
@@ -77,37 +77,61 @@ static inline vec exp_of(vec x) {
     return choose(x != x, x, scaled);
 }
 
-/* total [rows, stride] += x [rows, inner] weight [inner, columns], of which `width` columns. 16 rows of the weight at a
- * time are held in registers while all rows of x pass by, and the next ones are fetched ahead. */
+static void copy_in(float *to, const element *from, long count) {
+    long i = 0;
+    for (; i + W <= count; i += W) *(vec *)(to + i) = load(from + i);
+    for (; i < count; i++) to[i] = get(from + i);
+}
+
+static void copy_out(element *to, const float *from, long count) {
+    long i = 0;
+    for (; i + W <= count; i += W) store(to + i, *(const vec *)(from + i));
+    for (; i < count; i++) put(to + i, from[i]);
+}
+
+#define DEPTH 12 /* rows of a weight that are held in registers at a time, two vectors of each */
+
+/* total [rows, stride] += x [rows, DEPTH of inner] lines [DEPTH, columns] for the columns n to n + 2 W. */
+static inline void product_block(const float *x, const element *lines, float *total, long rows, long inner, long columns,
+                                 long stride) {
+    vec left[DEPTH], right[DEPTH];
+    for (int j = 0; j < DEPTH; j++) {
+        const element *line = lines + j * columns;
+        left[j] = load(line);
+        right[j] = load(line + W);
+        __builtin_prefetch(line + DEPTH * columns);
+        __builtin_prefetch((const char *)(line + DEPTH * columns) + 64);
+    }
+    for (long m = 0; m < rows; m++) {
+        const float *row = x + m * inner;
+        float *sums = total + m * stride;
+        vec first = *(vec *)sums, second = *(vec *)(sums + W);
+        for (int j = 0; j < DEPTH; j++) {
+            vec factor = splat(row[j]);
+            first += left[j] * factor;
+            second += right[j] * factor;
+        }
+        *(vec *)sums = first;
+        *(vec *)(sums + W) = second;
+    }
+}
+
+/* total [rows, stride] += x [rows, inner] weight [inner, columns], of which `width` columns. A few rows of the weight at
+ * a time are held in registers while all rows of x pass by, and the next ones are fetched ahead. */
 static void product(const float *x, const element *weight, float *total, long rows, long inner, long columns, long width,
                     long stride) {
     long k = 0;
-    for (; k + W <= inner; k += W) {
-        const element *lines = weight + k * columns;
-        long n = 0;
-        for (; n + W <= width; n += W) {
-            vec held[W];
-            for (int j = 0; j < W; j++) {
-                held[j] = load(lines + j * columns + n);
-                __builtin_prefetch(lines + (j + W) * columns + n);
-            }
-            for (long m = 0; m < rows; m++) {
-                const float *row = x + m * inner + k;
-                vec even = *(vec *)(total + m * stride + n), odd = (vec){};
-                for (int j = 0; j < W; j += 2) {
-                    even += held[j] * row[j];
-                    odd += held[j + 1] * row[j + 1];
-                }
-                *(vec *)(total + m * stride + n) = even + odd;
-            }
-        }
-        for (; n < width; n++)
-            for (long m = 0; m < rows; m++)
-                for (int j = 0; j < W; j++) total[m * stride + n] += get(lines + j * columns + n) * x[m * inner + k + j];
-    }
+    for (; k + DEPTH <= inner; k += DEPTH)
+        for (long n = 0; n + 2 * W <= width; n += 2 * W)
+            product_block(x + k, weight + k * columns + n, total + n, rows, inner, columns, stride);
     for (; k < inner; k++)
+        for (long n = 0; n < width / (2 * W) * 2 * W; n += W)
+            for (long m = 0; m < rows; m++)
+                *(vec *)(total + m * stride + n) += load(weight + k * columns + n) * x[m * inner + k];
+    for (k = 0; k < inner; k++) /* the columns at the end that fill no two vectors */
         for (long m = 0; m < rows; m++)
-            for (long n = 0; n < width; n++) total[m * stride + n] += get(weight + k * columns + n) * x[m * inner + k];
+            for (long n = width / (2 * W) * 2 * W; n < width; n++)
+                total[m * stride + n] += get(weight + k * columns + n) * x[m * inner + k];
 }
 
 /* y [rows, columns] = x [rows, inner] weight [inner, columns] (+ bias [columns]). Threads take `tile` columns at a time,
@@ -117,16 +141,16 @@ int linear(const element *x, const element *weight, const element *bias, element
     long tiles = (columns + tile - 1) / tile, stride = tile + W; /* no power of two: rows must not share cache sets */
     float *scratch = malloc((rows * inner + tiles * rows * stride) * sizeof(float));
     if (!scratch) return 1;
-    for (long i = 0; i < rows * inner; i++) scratch[i] = get(x + i);
+    copy_in(scratch, x, rows * inner);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < tiles; t++) {
         long first = t * tile, width = first + tile < columns ? tile : columns - first;
         float *total = scratch + rows * inner + t * rows * stride;
         for (long m = 0; m < rows; m++)
-            for (long n = 0; n < width; n++) total[m * stride + n] = bias ? get(bias + first + n) : 0;
+            if (bias) copy_in(total + m * stride, bias + first, width);
+            else memset(total + m * stride, 0, width * sizeof(float));
         product(scratch, weight + first, total, rows, inner, columns, width, stride);
-        for (long m = 0; m < rows; m++)
-            for (long n = 0; n < width; n++) put(y + m * columns + first + n, total[m * stride + n]);
+        for (long m = 0; m < rows; m++) copy_out(y + m * columns + first, total + m * stride, width);
     }
     free(scratch);
     return 0;
