@@ -81,6 +81,7 @@ def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = No
     dtype = _dtype(wanted, config.dtype, device, architecture)
     engine_config = dataclasses.replace(engine_config, device=str(device), dtype=dtype)
     model = architecture.build_model(config, engine_config, Parallel())
+    _check_context(engine_config.max_model_len, model.longest_context())
     containers = architecture.build_containers(model)
     if isinstance(reader, RandomReader):
         reader = reader.with_shapes(model.checkpoint_shapes(), model.dtype, engine_config.seed)
@@ -191,6 +192,14 @@ def _check_format(weights_format: str, architecture: LoadedArchitecture) -> None
             f"the weights are in the format {weights_format}, which {architecture.claim.title} does not read for "
             f"{architecture.record.name}",
             hint=f"It reads {', '.join(architecture.record.weight_formats)}. Convert the weights, or ask its author.",
+        )
+
+
+def _check_context(wanted: int | None, longest: int) -> None:
+    if wanted is not None and wanted > longest:
+        raise UsageError(
+            f"max_model_len is {wanted:,}; the model was made for {longest:,} tokens",
+            hint=f"Beyond that it would give senseless text. Choose at most {longest}, or leave it out.",
         )
 
 

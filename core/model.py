@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,24 +24,6 @@ if TYPE_CHECKING:
 CacheTensors = Mapping[str, torch.Tensor]
 
 _UNSOUND = "The checkpoint's config.json is not sound for this architecture."
-_ROPE_HOLDERS = ("rope_parameters", "rope_scaling")
-_ROPE_TOP = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Far beyond what any checkpoint has, and within what the formulas can compute with.
-_ROPE_LIMITS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "rope_theta": (1.001, 1e15),
-        "factor": (1e-3, 1e6),
-        "original_max_position_embeddings": (1, 2**31),
-        "partial_rotary_factor": (1e-3, 1),
-        "attention_factor": (1e-6, 1e6),
-        "low_freq_factor": (1e-6, 1e6),
-        "high_freq_factor": (1e-6, 1e6),
-        "beta_fast": (0, 1e6),
-        "beta_slow": (0, 1e6),
-        "mscale": (0, 1e6),
-        "mscale_all_dim": (0, 1e6),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,34 +82,12 @@ def read_flag(hf_config: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def check_rope_fields(hf_config: Mapping[str, Any]) -> None:
-    """Checks the numbers among the rotary settings, in either spelling, before anything computes with them.
-
-    Raises:
-        ModelConfigError: naming the field and what it holds.
-    """
-    places: list[tuple[str, object]] = [(f"{holder}.", hf_config.get(holder)) for holder in _ROPE_HOLDERS]
-    places.append(("", {name: hf_config[name] for name in _ROPE_TOP if name in hf_config}))
-    for prefix, fields in places:
-        if not isinstance(fields, Mapping | None):
-            raise ModelConfigError(f"{prefix[:-1]} is {str(fields)[:80]}; expected an object or null", hint=_UNSOUND)
-        for name in _ROPE_LIMITS.keys() & (fields or {}):
-            value, (low, high) = (fields or {})[name], _ROPE_LIMITS[name]
-            if value is None and name != "partial_rotary_factor":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ModelConfigError(
-                    f"{prefix}{name} is {str(value)[:80]}; expected a number from {low:g} to {high:g}", hint=_UNSOUND
-                )
-
-
 def read_transformer_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `TransformerConfig` under the names that most `config.json` files give them.
 
     Raises:
         ModelConfigError: naming the field that is missing or unsound.
     """
-    check_rope_fields(hf_config)
     hidden_size = read_count(hf_config, "hidden_size", limit=2**24)
     num_heads = read_count(hf_config, "num_attention_heads", limit=2**16)
     num_kv_heads = read_count(hf_config, "num_key_value_heads", num_heads)
@@ -248,6 +207,10 @@ class TransformerModel(ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of hidden states [R, M]."""
+
+    def longest_context(self) -> int:
+        """Most tokens, prompt plus output, for which the model gives sensible text."""
+        return self.shapes.max_position_embeddings
 
     def prefix_salt(self, prompt_length: int) -> bytes:
         """What a cached prefix depends on beside its tokens; prompts share prefixes only where this is equal."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,3 +90,13 @@ def test_weights_beyond_the_memory_are_refused_before_any_is_made() -> None:
     fields = TINY | {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "vocab_size": 2**31}
     with pytest.raises(NotEnoughMemoryError, match="The weights take"):
         Engine(EngineConfig("m", load_format="random", **OPTIONS), reader=RandomReader(fields))
+
+
+def test_a_context_beyond_the_models_own_is_refused(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match=r"513.*512"):
+        open_model(EngineConfig(str(checkpoint("llama")), device="cpu", max_model_len=513))
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    stretched = checkpoint("llama", max_position_embeddings=64, rope_parameters=rope)
+    assert open_model(EngineConfig(str(stretched), device="cpu", max_model_len=256)).engine_config.max_model_len == 256
+    with pytest.raises(UsageError, match=r"257.*256"):
+        open_model(EngineConfig(str(stretched), device="cpu", max_model_len=257))

@@ -10,11 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hookline.errors import ModelConfigError
+
+_HOLDERS = ("rope_parameters", "rope_scaling")
+_TOP = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+# Far beyond what any checkpoint has, and within what the formulas can compute with.
+_LIMITS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "rope_theta": (1.001, 1e15),
+        "factor": (1e-3, 1e6),
+        "original_max_position_embeddings": (1, 2**31),
+        "partial_rotary_factor": (1e-3, 1),
+        "attention_factor": (1e-6, 1e6),
+        "low_freq_factor": (1e-6, 1e6),
+        "high_freq_factor": (1e-6, 1e6),
+        "beta_fast": (0, 1e6),
+        "beta_slow": (0, 1e6),
+        "mscale": (0, 1e6),
+        "mscale_all_dim": (0, 1e6),
+    }
+)
+_UNSOUND = "The rotary settings in the checkpoint's config.json are not sound."
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -43,12 +64,34 @@ class RopeConfig:
         return self.rope_type in ("dynamic", "longrope")
 
 
+def _check_fields(hf_config: Mapping[str, Any]) -> None:
+    """Checks the numbers among the rotary settings, in either spelling, before anything computes with them.
+
+    Raises:
+        ModelConfigError: naming the field and what it holds.
+    """
+    places: list[tuple[str, object]] = [(f"{holder}.", hf_config.get(holder)) for holder in _HOLDERS]
+    places.append(("", {name: hf_config[name] for name in _TOP if name in hf_config}))
+    for prefix, fields in places:
+        if not isinstance(fields, Mapping | None):
+            raise ModelConfigError(f"{prefix[:-1]} is {str(fields)[:80]}; expected an object or null", hint=_UNSOUND)
+        for name in _LIMITS.keys() & (fields or {}):
+            value, (low, high) = (fields or {})[name], _LIMITS[name]
+            if value is None and name != "partial_rotary_factor":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ModelConfigError(
+                    f"{prefix}{name} is {str(value)[:80]}; expected a number from {low:g} to {high:g}", hint=_UNSOUND
+                )
+
+
 def read_rope(hf_config: Mapping[str, Any], head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
     """The rotary settings of a `config.json`, whether under `rope_parameters` or `rope_theta` and `rope_scaling`.
 
     Raises:
         ModelConfigError: naming the field that is missing, unsound, or of a type that is not known.
     """
+    _check_fields(hf_config)
     params: dict[str, Any] = dict(hf_config.get("rope_scaling") or {}) | dict(hf_config.get("rope_parameters") or {})
     rope_type = params.get("rope_type", params.get("type", "default"))
     if rope_type not in ROPE_TYPES:

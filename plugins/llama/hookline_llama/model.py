@@ -61,6 +61,11 @@ class LlamaModel(TransformerModel):
         if not c.tied_embeddings:
             yield "lm_head.weight", (c.vocab_size, c.hidden_size)
 
+    def longest_context(self) -> int:
+        rope = self.config.rope
+        stretch = rope.factor if rope.rope_type == "dynamic" else 1.0
+        return int(self.config.max_position_embeddings * max(1.0, stretch))
+
     def prefix_salt(self, prompt_length: int) -> bytes:
         rope = self.config.rope
         if not rope.depends_on_length or prompt_length <= rope.original_max_positions:
