@@ -206,7 +206,7 @@ class TransformerModel(ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of hidden states [R, M]."""
+        """Logits [R, V], best in fp32 (`linear(..., wide=True)`), of hidden states [R, M]."""
 
     def longest_context(self) -> int:
         """Most tokens, prompt plus output, for which the model gives sensible text."""

@@ -62,20 +62,26 @@ def has_native_16bit_products(dtype: torch.dtype) -> bool:
     return any(bool(capabilities.get(name, False)) for name in names)
 
 
-def linear_direct(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_direct(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """torch's own product."""
-    return F.linear(x, weight, bias)
+    if not wide or x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    if not x.is_cuda:  # the sums are not to be had there but by multiplying in fp32
+        return linear_upcast(x, weight, bias, wide)
+    y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return y if bias is None else y.add_(bias)
 
 
-def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """The product in fp32 for 16-bit types on the CPU, rounded once at the end."""
     rows = x.float()
     columns = weight.t()
     size = weight.shape[0]
+    dtype = torch.float32 if wide else x.dtype
     if size <= PANEL:
         y = torch.mm(rows, columns.float())
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
-    result = torch.empty((x.shape[0], size), dtype=x.dtype)
+        return (y if bias is None else y.add_(bias)).to(dtype)
+    result = torch.empty((x.shape[0], size), dtype=dtype)
     for start in range(0, size, PANEL):
         panel = slice(start, start + PANEL)
         y = torch.mm(rows, columns[:, panel].float())
@@ -83,24 +89,24 @@ def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return result
 
 
-def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """For few tokens on the CPU: the weight is read once, all tokens pass by each part of it."""
     (tokens, inner), columns = x.shape, weight.shape[0]
     threads = torch.get_num_threads()
     # A thread's columns: an even share, and few enough that the sums of all tokens stay in the first level cache.
     share = min(max(MIN_TILE, min(MAX_TILE, TILE_SUMS // tokens)), -(-columns // threads))
     tile = -(-share // (2 * LANES)) * 2 * LANES
-    y = x.new_empty((tokens, columns))
+    y = x.new_empty((tokens, columns), dtype=torch.float32 if wide else x.dtype)
     pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
-    if native(x.dtype).linear(*pointers, tokens, inner, columns, tile, threads):
+    if native(x.dtype).linear(*pointers, tokens, inner, columns, tile, wide, threads):
         raise MemoryError(f"linear: no memory for the sums of {tokens} tokens and {columns} columns")
     return y
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """The formula in fp32."""
     y = x.float() @ weight.float().t()
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(torch.float32 if wide else x.dtype)
 
 
 def _native_takes(query: LinearInput) -> str | None:
@@ -131,7 +137,7 @@ def _always(query: LinearInput) -> str | None:
     return None
 
 
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool], torch.Tensor]
 
 IMPLEMENTATIONS: tuple[Implementation[LinearInput, Linear], ...] = (
     Implementation("native", _native_takes, linear_native),
@@ -142,12 +148,18 @@ IMPLEMENTATIONS: tuple[Implementation[LinearInput, Linear], ...] = (
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, implementation: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    wide: bool = False,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out].
 
     Args:
         x, weight, bias: of one type. The weight may have either layout; see `pack_linear_weight`.
+        wide: answer in fp32 whatever x is, without the rounding to its type: for logits, where a rounding makes ties.
         implementation: `native`, `upcast`, `direct` or `reference`; by default the first that supports x.
 
     Raises:
@@ -163,4 +175,4 @@ def linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: bias {list(bias.shape)} does not fit weight {list(weight.shape)}")
-    return choose(IMPLEMENTATIONS, (x, weight), implementation)(x, weight, bias)
+    return choose(IMPLEMENTATIONS, (x, weight), implementation)(x, weight, bias, wide)

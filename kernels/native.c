@@ -134,10 +134,11 @@ static void product(const float *x, const element *weight, float *total, long ro
                 total[m * stride + n] += get(weight + k * columns + n) * x[m * inner + k];
 }
 
-/* y [rows, columns] = x [rows, inner] weight [inner, columns] (+ bias [columns]). Threads take `tile` columns at a time,
- * whose sums lie close together. Answers 1 where there is no memory for the sums, else 0. */
-int linear(const element *x, const element *weight, const element *bias, element *y, long rows, long inner, long columns,
-           long tile, int threads) {
+/* y [rows, columns] = x [rows, inner] weight [inner, columns] (+ bias [columns]), as elements, or `wide` as the float
+ * sums themselves. Threads take `tile` columns at a time, whose sums lie close together. Answers 1 where there is no
+ * memory for the sums, else 0. */
+int linear(const element *x, const element *weight, const element *bias, void *y, long rows, long inner, long columns,
+           long tile, int wide, int threads) {
     long tiles = (columns + tile - 1) / tile, stride = tile + W; /* no power of two: rows must not share cache sets */
     float *scratch = malloc((rows * inner + tiles * rows * stride) * sizeof(float));
     if (!scratch) return 1;
@@ -150,7 +151,9 @@ int linear(const element *x, const element *weight, const element *bias, element
             if (bias) copy_in(total + m * stride, bias + first, width);
             else memset(total + m * stride, 0, width * sizeof(float));
         product(scratch, weight + first, total, rows, inner, columns, width, stride);
-        for (long m = 0; m < rows; m++) copy_out(y + m * columns + first, total + m * stride, width);
+        for (long m = 0; m < rows; m++)
+            if (wide) memcpy((float *)y + m * columns + first, total + m * stride, width * sizeof(float));
+            else copy_out((element *)y + m * columns + first, total + m * stride, width);
     }
     free(scratch);
     return 0;

@@ -27,7 +27,7 @@ _SECONDS = 120
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
-    "linear": (_int, [*[_pointer] * 4, *[_long] * 4, _int]),
+    "linear": (_int, [*[_pointer] * 4, *[_long] * 4, _int, _int]),
     "rms_norm": (None, [*[_pointer] * 4, *[_long] * 3, _float]),
     "silu_and_mul": (None, [*[_pointer] * 2, *[_long] * 3, _int]),
     "rotary": (None, [*[_pointer] * 3, *[_long] * 5]),

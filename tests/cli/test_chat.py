@@ -21,6 +21,7 @@ from hookline.config import EngineConfig
 from hookline.engine import Engine
 from hookline.errors import ModelNotFoundError, UsageError
 from hookline.sampling_params import SamplingParams
+from tests.cli.interruptible import running_engine
 
 CACHE = ("--kv-cache-memory", "4MiB")
 
@@ -156,34 +157,24 @@ def test_files_that_are_no_conversation(text: str, tmp_path: Path) -> None:
 
 def test_interrupt_stops_the_answer_and_not_the_program(checkpoint: Callable[..., Path]) -> None:
     model = checkpoint("llama", max_position_embeddings=100_000)
-    command = [sys.executable, "-c", "from hookline.cli.main import main; main()", "chat", "-m", str(model)]
-    with subprocess.Popen(
-        [*command, "--ignore-eos", "--max-tokens", "90000"],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    ) as process:
+    arguments = ("chat", "-m", str(model), "--ignore-eos", "--max-tokens", "90000")
+    with running_engine(*arguments, bufsize=0, stdin=subprocess.PIPE) as process:
         assert process.stdin and process.stdout and process.stderr
-        try:
-            for text in (b"Hello\n", b"Go on\n"):
-                process.stdin.write(text)
-                assert process.stdout.read(1), "no answer has begun"
-                process.send_signal(signal.SIGINT)
-                process.stdin.write(b"/stats\n")
-                messages = b""
-                while b"context  " not in messages:  # the last line of /stats
-                    line = process.stderr.readline()
-                    assert line, messages
-                    messages += line
-                assert b"(stopped)" in messages
-                assert b"requests     1 in" in messages
-                os.set_blocking(process.stdout.fileno(), False)
-                while process.stdout.read(1 << 16):
-                    pass
-                os.set_blocking(process.stdout.fileno(), True)
-            _, messages = process.communicate(timeout=60)
-            assert process.returncode == 0, messages
-        finally:
-            process.kill()
+        for text in (b"Hello\n", b"Go on\n"):
+            process.stdin.write(text)
+            assert process.stdout.read(1), "no answer has begun"
+            process.send_signal(signal.SIGINT)
+            process.stdin.write(b"/stats\n")
+            messages = b""
+            while b"context  " not in messages:  # the last line of /stats
+                line = process.stderr.readline()
+                assert line, messages
+                messages += line
+            assert b"(stopped)" in messages
+            assert b"requests     1 in" in messages
+            os.set_blocking(process.stdout.fileno(), False)
+            while process.stdout.read(1 << 16):
+                pass
+            os.set_blocking(process.stdout.fileno(), True)
+        _, messages = process.communicate(timeout=60)
+        assert process.returncode == 0, messages

@@ -20,6 +20,7 @@ from hookline.config import EngineConfig
 from hookline.engine import Engine
 from hookline.errors import ModelNotFoundError
 from hookline.sampling_params import SamplingParams
+from tests.cli.interruptible import running_engine
 
 CACHE = ("--kv-cache-memory", "4MiB")
 
@@ -355,16 +356,11 @@ def test_default_model_is_pulled_when_it_is_not_there(tmp_path: Path, monkeypatc
 def test_interrupt_keeps_what_was_streamed(checkpoint: Callable[..., Path]) -> None:
     model = checkpoint("llama", max_position_embeddings=100_000)
     arguments = ["generate", "-m", str(model), "--raw", "--ignore-eos", "--max-tokens", "90000", "Once"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from hookline.cli.main import main; main()", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    rest, messages = process.communicate(timeout=60)
+    with running_engine(*arguments) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, messages = process.communicate(timeout=60)
     assert process.returncode == 130
     assert first
     assert rest.endswith(b"\n")

@@ -28,7 +28,7 @@ def test_equals_the_product(
         used = weight.t().contiguous().t() if packed else weight
         for implementation in (None, "direct", "reference"):
             assert_close(linear(x, used, bias, implementation=implementation), expected, looser=2.0)
-        assert_close(linear_upcast(x, used, bias), expected, looser=2.0)
+        assert_close(linear_upcast(x, used, bias, False), expected, looser=2.0)
 
 
 def test_packing_keeps_values_and_is_column_major() -> None:
@@ -39,6 +39,21 @@ def test_packing_keeps_values_and_is_column_major() -> None:
     assert pack_linear_weight(packed).stride() == (1, 6)
     with pytest.raises(ValueError, match=r"\[out, in\]"):
         pack_linear_weight(torch.zeros(3))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("implementation", [None, "direct", "reference"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_wide_answers_are_not_rounded(
+    dtype: torch.dtype, tokens: int, implementation: str | None, biased: bool, assert_close: Any
+) -> None:
+    """To fp32's own precision, also where x and weight have 16 bits."""
+    generator = torch.Generator().manual_seed(tokens)
+    x, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (tokens, 3100))
+    bias = torch.randn(3100, generator=generator).to(dtype) if biased else None
+    found = linear(x, pack_linear_weight(weight), bias, wide=True, implementation=implementation)
+    assert found.dtype == torch.float32
+    assert_close(found, x.double() @ weight.double().t() + (0 if bias is None else bias.double()), looser=2.0)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -106,4 +106,4 @@ class LlamaModel(TransformerModel):
         return linear(self.attention(index, q, k, v, batch), layer.attn_out_w, layer.attn_out_b)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.weights.word_unembed)
+        return linear(hidden, self.weights.word_unembed, wide=True)
