@@ -257,7 +257,7 @@ def test_a_documented_command_is_one(document: str, line: str) -> None:
     from hookline.cli.main import engine
 
     words = shlex.split(line, comments=True)[1:]
-    context = click.Context(engine, info_name="engine")
+    context = click.Context(engine, info_name="engine", **engine.context_settings)
     _, rest, _ = engine.make_parser(context).parse_args(list(words))
     name, command, arguments = engine.resolve_command(context, rest)
     assert command is not None, f"{document}: {name}"

@@ -11,12 +11,12 @@ from hookline.cli.main import engine
 from hookline.cli.reference import render
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMANDS = engine.list_commands(click.Context(engine))
+COMMANDS = engine.list_commands(click.Context(engine, **engine.context_settings))
 WITH_EXAMPLES = ("generate", "chat", "show", "snapshot", "doctor")
 
 
 def command(name: str) -> click.Command:
-    found = engine.get_command(click.Context(engine), name)
+    found = engine.get_command(click.Context(engine, **engine.context_settings), name)
     assert found is not None
     return found
 

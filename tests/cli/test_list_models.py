@@ -241,7 +241,7 @@ def test_usage_errors_exit_2_and_leave_stdout_empty(arguments: list[str], messag
 
 
 def test_shell_completion_imports_no_command() -> None:
-    items = engine.shell_complete(click.Context(engine), "li")
+    items = engine.shell_complete(click.Context(engine, **engine.context_settings), "li")
     assert [(item.value, item.help) for item in items] == [("list-models", "List the architectures served.")]
 
 
