@@ -105,16 +105,13 @@ def load_model(
         )
     if isinstance(reader, SnapshotReader):
         reader.check_origin(_origin(opened))
-        by_name = dict(containers.containers())
         for container, parameter, tensor in reader.entries(model.device, progress):
-            by_name[container].direct_injection(parameter, tensor)
+            containers.direct_injection(container, parameter, tensor)
         containers.validate()
     else:
         adapter = opened.architecture.weight_adapter(opened.config, reader.weights_format)
         load_weights(reader, adapter, containers, shapes, progress)
-    source = reader.tokenizer_source
-    has_tokenizer = source.tokenizer is not None or source.tokenizer_json is not None
-    tokenizer = Tokenizer.from_source(source) if has_tokenizer else None
+    tokenizer = read_tokenizer(reader)
     return LoadedModel(
         opened=opened,
         tokenizer=tokenizer,
@@ -233,6 +230,12 @@ def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: Loa
             hint=f"Choose one of {', '.join(encodings)}.",
         )
     return cast(Dtype, wanted)
+
+
+def read_tokenizer(reader: CheckpointReader) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None where it has none."""
+    source = reader.tokenizer_source
+    return Tokenizer.from_source(source) if source.has_tokenizer else None
 
 
 def eos_token_ids(reader: CheckpointReader, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -15,7 +15,7 @@ import torch
 
 from hookline import Engine, EngineConfig, SamplingParams
 from hookline.checkpoint.random import RandomReader
-from hookline.errors import CheckpointError, ModelConfigError, NotEnoughMemoryError, UsageError
+from hookline.errors import CheckpointError, ContainerError, ModelConfigError, NotEnoughMemoryError, UsageError
 from hookline.loading import _check_format, _dtype, architecture_name, eos_token_ids, open_model
 from tests.conftest import TINY
 
@@ -100,3 +100,12 @@ def test_a_context_beyond_the_models_own_is_refused(checkpoint: Callable[..., Pa
     assert open_model(EngineConfig(str(stretched), device="cpu", max_model_len=256)).engine_config.max_model_len == 256
     with pytest.raises(UsageError, match=r"257.*256"):
         open_model(EngineConfig(str(stretched), device="cpu", max_model_len=257))
+
+
+def test_a_snapshot_of_another_shape_is_refused_by_name(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with Engine(EngineConfig(str(checkpoint("llama")), **OPTIONS)) as run:
+        run.serialize(tmp_path / "snapshot")
+    manifest = tmp_path / "snapshot" / "hookline-snapshot.json"
+    manifest.write_text(manifest.read_text().replace('"layers.1"', '"layers.7"', 1))
+    with pytest.raises(ContainerError, match="layers\\.7"):
+        Engine(EngineConfig(str(tmp_path / "snapshot"), **OPTIONS))

@@ -44,6 +44,11 @@ class TokenizerSource:
     add_bos: bool | None = None
     add_eos: bool | None = None
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint has one."""
+        return self.tokenizer is not None or self.tokenizer_json is not None
+
 
 class CheckpointReader(Protocol):
     """A checkpoint whose headers are read and checked, and whose values are not read yet."""

@@ -12,11 +12,10 @@ from hookline.checkpoint.loader import adapted
 from hookline.checkpoint.reader import CheckpointReader
 from hookline.config import EngineConfig
 from hookline.errors import HooklineError
-from hookline.loading import OpenedModel, architecture_name, eos_token_ids, open_model
+from hookline.loading import OpenedModel, architecture_name, eos_token_ids, open_model, read_tokenizer
 from hookline.memory_planner import MemoryPlan, available_memory
 from hookline.model import ModelConfig
 from hookline.plugins import Claim
-from hookline.tokenizer import Tokenizer
 from hookline.weight_adapter import LazyTensor, WeightAdapter
 
 
@@ -96,7 +95,7 @@ def describe_header(path: Path, reader: CheckpointReader) -> dict[str, Any]:
         "tensor_bytes": reader.nbytes,
         "encodings": encodings,
         "context_length": reader.hf_config.get("max_position_embeddings"),
-        "tokenizer": source.tokenizer is not None or source.tokenizer_json is not None,
+        "tokenizer": source.has_tokenizer,
         "chat_template": source.chat_template is not None,
         "end_tokens": _end_tokens(reader),
     }
@@ -104,9 +103,7 @@ def describe_header(path: Path, reader: CheckpointReader) -> dict[str, Any]:
 
 def _end_tokens(reader: CheckpointReader) -> list[dict[str, Any]]:
     """Ids and texts, the text None without a tokenizer that knows it."""
-    source = reader.tokenizer_source
-    has_tokenizer = source.tokenizer is not None or source.tokenizer_json is not None
-    tokenizer = Tokenizer.from_source(source) if has_tokenizer else None
+    tokenizer = read_tokenizer(reader)
     return [
         {"id": token, "text": tokenizer.token_text(token) if tokenizer is not None and tokenizer.knows(token) else None}
         for token in sorted(eos_token_ids(reader, tokenizer))
