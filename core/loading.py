@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from hookline.checkpoint import open_checkpoint
-from hookline.checkpoint.loader import load_weights
+from hookline.checkpoint.loader import adapted, load_weights
 from hookline.checkpoint.random import RandomReader
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.checkpoint.snapshot import SnapshotOrigin, SnapshotReader
@@ -25,6 +25,7 @@ from hookline.model_store import resolve_model
 from hookline.parallel import Parallel
 from hookline.plugins import LoadedArchitecture, PluginRegistry, engine_version
 from hookline.tokenizer import Tokenizer
+from hookline_kernels.packed import weight_bytes
 
 # Formats that hold the names of the containers themselves, which every plugin reads.
 _OWN_FORMATS = ("snapshot", "random", "module")
@@ -94,9 +95,7 @@ def load_model(
     """Opens the model and loads its weights onto the device."""
     opened = open_model(engine_config, reader)
     reader, model, containers = opened.reader, opened.model, opened.containers
-    available = available_memory(model.device)
-    shapes = dict(model.checkpoint_shapes())
-    needed = sum(torch.Size(shape).numel() for shape in shapes.values()) * model.dtype.itemsize
+    available, needed = available_memory(model.device), expected_bytes(opened)
     if needed > available:
         raise NotEnoughMemoryError(
             f"The weights take {format_bytes(needed)} as {opened.engine_config.dtype}; "
@@ -110,7 +109,7 @@ def load_model(
         containers.validate()
     else:
         adapter = opened.architecture.weight_adapter(opened.config, reader.weights_format)
-        load_weights(reader, adapter, containers, shapes, progress)
+        load_weights(reader, adapter, containers, dict(model.checkpoint_shapes()), progress)
     tokenizer = read_tokenizer(reader)
     return LoadedModel(
         opened=opened,
@@ -119,6 +118,15 @@ def load_model(
         weights_bytes=parameter_bytes(containers),
         available_bytes=available,
     )
+
+
+def expected_bytes(opened: OpenedModel) -> int:
+    """Bytes that the weights will take on the device, from the checkpoint's header."""
+    reader, model = opened.reader, opened.model
+    if isinstance(reader, SnapshotReader):
+        return reader.nbytes
+    tensors = adapted(reader, opened.architecture.weight_adapter(opened.config, reader.weights_format))
+    return sum(weight_bytes(tensor.shape, tensor.code_bits, model.device, model.dtype) for tensor in tensors)
 
 
 def architecture_name(hf_config: Mapping[str, Any]) -> str:

@@ -222,7 +222,7 @@ class TransformerModel(ABC):
 
     def _matrix(self, tensor: torch.Tensor) -> torch.Tensor:
         """A weight [out, in] (or a bias [out]) in the layout of the linear kernels."""
-        return pack_linear_weight(self.place(tensor)) if tensor.ndim == 2 else self.place(tensor)
+        return pack_linear_weight(tensor, self.device, self.dtype) if tensor.ndim == 2 else self.place(tensor)
 
     def transform_embedding_param(self, param: torch.Tensor) -> torch.Tensor:
         """[V, M], whole on every rank."""

@@ -24,6 +24,8 @@ class LazyTensor:
         encoding: number format in the file, such as `bfloat16` or `Q4_1`.
         nbytes: bytes in the file.
         load: reads the values; the caller owns the result and may keep or change it.
+        code_bits: bits of a value where `load` gives a `QuantizedTensor`, which acts as the float32 tensor that it
+            stands for; else None.
     """
 
     name: str
@@ -31,6 +33,7 @@ class LazyTensor:
     encoding: str
     nbytes: int
     load: Callable[[], torch.Tensor]
+    code_bits: int | None = None
 
     def renamed(self, name: str) -> LazyTensor:
         """The same tensor under another name."""

@@ -13,6 +13,7 @@ of a request's context never matter, whatever they hold.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol
 
 import torch
@@ -21,11 +22,15 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.native import LANES, native, why_not
 from hookline_kernels.paged_context import check_attention, read_context
 
 # Rows of a request that the CPU attends with at a time: few enough to skip most of what causality and window hide, many
 # enough for its matrix products.
 CPU_ROWS = 256
+
+# Head size up to which the native kernel has room on its stack.
+LONGEST_HEAD = 256
 
 
 def attention_prefill_reference(
@@ -308,6 +313,41 @@ def attention_prefill_triton(
     )
 
 
+def attention_prefill_native(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    max_query_len: int,
+    max_context_len: int,
+    out: torch.Tensor,
+) -> None:
+    """For the CPU: some rows of a head at a time, with as many keys as fit the first cache; never more than is seen."""
+    block_size, kv_heads = k_cache.shape[1:3]
+    sizes = (ctypes.c_int64 * 9)(
+        *(context_lens.shape[0], q.shape[1], kv_heads, q.shape[2], block_size),
+        *(q.stride(0), q.stride(1), block_tables.stride(0), window or 0),
+    )
+    pointers = (x.data_ptr() for x in (q, k_cache, v_cache, block_tables, query_starts, context_lens, out))
+    if native(q.dtype).attention_prefill(*pointers, sizes, scale, soft_cap or 0.0, torch.get_num_threads()):
+        raise MemoryError(f"attention_prefill: no memory for a context of up to {max_context_len} tokens in fp32")
+
+
+PrefillQuery = tuple[torch.Tensor, torch.Tensor]
+
+
+def _native_takes(query: PrefillQuery) -> str | None:
+    q, k_cache = query
+    if q.shape[2] % LANES or q.shape[2] > LONGEST_HEAD or k_cache.dtype != q.dtype:
+        return f"it takes head sizes of multiples of {LANES} up to {LONGEST_HEAD} and a cache of the queries' type"
+    return why_not(q)
+
+
 class AttentionPrefill(Protocol):
     """What each implementation is: `attention_prefill` after its checks, writing into `out`."""
 
@@ -328,7 +368,8 @@ class AttentionPrefill(Protocol):
     ) -> None: ...
 
 
-IMPLEMENTATIONS: tuple[Implementation[tuple[torch.Tensor], AttentionPrefill], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[PrefillQuery, AttentionPrefill], ...] = (
+    Implementation("native", _native_takes, attention_prefill_native),
     Implementation("torch", on_cpu, attention_prefill_torch),
     Implementation("triton", by_triton, attention_prefill_triton),
     Implementation("reference", anywhere, attention_prefill_reference),
@@ -364,7 +405,7 @@ def attention_prefill(
         soft_cap: bound of the scores.
         max_query_len, max_context_len: at least the largest number of rows and the longest context.
         out: contiguous [T, H, D] to write into; made when absent.
-        implementation: `torch`, `triton` or `reference`; by default the first that supports q.
+        implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports q.
 
     Raises:
         TypeError, ValueError: a type, shape or option that does not fit.
@@ -390,7 +431,7 @@ def attention_prefill(
         )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    choose(IMPLEMENTATIONS, (q,), implementation)(
+    choose(IMPLEMENTATIONS, (q, k_cache), implementation)(
         q,
         k_cache,
         v_cache,

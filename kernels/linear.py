@@ -6,8 +6,8 @@ Shapes: x [T, in], weight [out, in], bias [out], y [T, out].
 
 On the CPU most weights are best stored column-major (`pack_linear_weight` knows which): the matrix product then streams
 them in their own order whatever T is. 16-bit types on a CPU without matrix instructions for them are multiplied in
-fp32, a panel of the weight at a time; for a few tokens torch's own dot products are faster. On a GPU the product is the
-vendor library's.
+fp32, a panel of the weight at a time; for a few tokens torch's own dot products are faster. Quantised weights stay so
+(`packed.py`) where the native kernels run. On a GPU the product is the vendor library's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ import torch.nn.functional as F
 
 from hookline_kernels.implementations import Implementation, choose
 from hookline_kernels.native import LANES, native, why_not
+from hookline_kernels.packed import (
+    TILE,
+    is_packed,
+    linear_packed_native,
+    linear_packed_panels,
+    pack,
+    packed_bits,
+    unpack,
+    why_unpacked,
+)
+from hookline_kernels.quantized import GROUP, QuantizedTensor
 
 # Columns of a weight that are converted at a time: their fp32 copy should stay in the second and third level caches.
 PANEL = 3072
@@ -28,8 +39,8 @@ PANEL = 3072
 DIRECT_TOKENS = 3
 
 # Up to so many tokens the native kernel beats the library's product: in fp32, in bf16, and in bf16 where the CPU has
-# instructions of its own for it.
-NATIVE_TOKENS, NATIVE_TOKENS_BF16, NATIVE_TOKENS_OWN_BF16 = 16, 32, 8
+# instructions of its own for it; with packed weights the library has to have them multiplied out.
+NATIVE_TOKENS, NATIVE_TOKENS_BF16, NATIVE_TOKENS_OWN_BF16, NATIVE_TOKENS_PACKED = 16, 32, 8, 128
 
 # Columns of the weight that a thread of the native kernel takes at a time, and sums that it keeps for them.
 MIN_TILE, MAX_TILE, TILE_SUMS = 96, 1536, 6144
@@ -37,21 +48,30 @@ MIN_TILE, MAX_TILE, TILE_SUMS = 96, 1536, 6144
 LinearInput = tuple[torch.Tensor, torch.Tensor]
 
 
-def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [out, in] in the layout that `linear` likes best on its device.
+def pack_linear_weight(
+    weight: torch.Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The weight [out, in] on a device, for activations of a type, in the layout that `linear` likes best there.
 
     That is the weight itself on a GPU, and on the CPU for types that torch multiplies best by rows. Else it is a tensor
-    of the same shape and values with the strides of a contiguous [in, out].
+    of the same shape and values with the strides of a contiguous [in, out], and a `QuantizedTensor` becomes packed.
+
+    Args:
+        device, dtype: by default the weight's own.
 
     Raises:
         ValueError: the weight has not two dimensions.
     """
     if weight.dim() != 2:
         raise ValueError(f"pack_linear_weight: weight [out, in] expected, got {list(weight.shape)}")
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    by_rows = has_native_16bit_products(weight.dtype) and why_not(weight) is not None
-    return weight if by_rows else weight.t().contiguous().t()
+    device, dtype = device or weight.device, dtype or weight.dtype
+    if isinstance(weight, QuantizedTensor) and why_unpacked(weight.shape, device, dtype) is None:
+        return pack(weight)
+    weight = weight.to(device=device, dtype=dtype)
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return weight.contiguous()
+    by_rows = has_native_16bit_products(dtype) and why_not(weight) is not None
+    return weight.contiguous() if by_rows else weight.t().contiguous().t()
 
 
 @cache
@@ -105,6 +125,7 @@ def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """The formula in fp32."""
+    weight = unpack(weight) if is_packed(weight) else weight
     y = x.float() @ weight.float().t()
     return (y if bias is None else y + bias.float()).to(torch.float32 if wide else x.dtype)
 
@@ -116,14 +137,28 @@ def _native_takes(query: LinearInput) -> str | None:
         most = NATIVE_TOKENS_OWN_BF16 if has_native_16bit_products(x.dtype) else NATIVE_TOKENS_BF16
     if not 0 < x.shape[0] <= most:
         return f"it is for 1 to {most} tokens"
-    if weight.stride() != (1, weight.shape[0]) or not x.is_contiguous():
-        return "the weight is not packed, or x is a strided view"
+    if is_packed(weight) or weight.stride() != (1, weight.shape[0]) or not x.is_contiguous():
+        return "the weight is not column-major, or x is a strided view"
     return why_not(x)
+
+
+def _packed_native_takes(query: LinearInput) -> str | None:
+    x, weight = query
+    if not is_packed(weight):
+        return "it is for packed weights"
+    if not 0 < x.shape[0] <= NATIVE_TOKENS_PACKED or not x.is_contiguous():
+        return f"it is for 1 to {NATIVE_TOKENS_PACKED} tokens that lie together"
+    return why_not(x)
+
+
+def _packed_panels_takes(query: LinearInput) -> str | None:
+    _, weight = query
+    return why_not(torch.empty(0, device=weight.device)) if is_packed(weight) else "it is for packed weights"
 
 
 def _upcast_pays(query: LinearInput) -> str | None:
     x, weight = query
-    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16) or is_packed(weight):
         return "it is for 16-bit types on the CPU"
     if has_native_16bit_products(x.dtype):
         return f"this CPU has matrix instructions for {x.dtype}"
@@ -133,6 +168,10 @@ def _upcast_pays(query: LinearInput) -> str | None:
     return None
 
 
+def _direct_takes(query: LinearInput) -> str | None:
+    return "the weight is packed" if is_packed(query[1]) else None
+
+
 def _always(query: LinearInput) -> str | None:
     return None
 
@@ -140,9 +179,11 @@ def _always(query: LinearInput) -> str | None:
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool], torch.Tensor]
 
 IMPLEMENTATIONS: tuple[Implementation[LinearInput, Linear], ...] = (
+    Implementation("packed_native", _packed_native_takes, linear_packed_native),
     Implementation("native", _native_takes, linear_native),
+    Implementation("packed_panels", _packed_panels_takes, linear_packed_panels),
     Implementation("upcast", _upcast_pays, linear_upcast),
-    Implementation("direct", _always, linear_direct),
+    Implementation("direct", _direct_takes, linear_direct),
     Implementation("reference", _always, linear_reference),
 )
 
@@ -158,21 +199,30 @@ def linear(
     """x [T, in] times weight [out, in] transposed, plus bias [out]: [T, out].
 
     Args:
-        x, weight, bias: of one type. The weight may have either layout; see `pack_linear_weight`.
+        x, weight, bias: of one type. The weight may have any layout that `pack_linear_weight` gives; a packed one goes
+            with every type.
         wide: answer in fp32 whatever x is, without the rounding to its type: for logits, where a rounding makes ties.
-        implementation: `native`, `upcast`, `direct` or `reference`; by default the first that supports x.
+        implementation: a name of `IMPLEMENTATIONS`; by default the first that supports x and weight.
 
     Raises:
         TypeError, ValueError: a type or shape that does not fit.
     """
-    size, shape = x.shape, weight.shape
-    if len(size) != 2 or len(shape) != 2 or size[1] != shape[1]:
-        raise ValueError(f"linear: x [T, in] and weight [out, in] expected, got {list(size)} and {list(shape)}")
-    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+    packed = is_packed(weight)
+    if packed:
+        packed_bits(weight)
+        columns, inner = weight.shape[0] * TILE, weight.shape[1] * GROUP
+    elif weight.dim() == 2:
+        columns, inner = weight.shape
+    if x.dim() != 2 or (weight.dim() != 2 and not packed) or x.shape[1] != inner:
+        raise ValueError(
+            f"linear: x [T, in] and weight [out, in] expected, got {list(x.shape)} and {list(weight.shape)}"
+            + (f" packed of [{columns}, {inner}]" if packed else "")
+        )
+    if (x.dtype != weight.dtype and not packed) or (bias is not None and bias.dtype != x.dtype):
         raise TypeError(
             f"linear: x, weight and bias must be of one type, got {x.dtype}, {weight.dtype}"
             + ("" if bias is None else f", {bias.dtype}")
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear: bias {list(bias.shape)} does not fit weight {list(weight.shape)}")
+    if bias is not None and bias.shape != (columns,):
+        raise ValueError(f"linear: bias {list(bias.shape)} does not fit weight [{columns}, {inner}]")
     return choose(IMPLEMENTATIONS, (x, weight), implementation)(x, weight, bias, wide)

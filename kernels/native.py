@@ -1,4 +1,4 @@
-"""Compiles native.c for this machine's CPU, and loads it: the `native` rows of the kernels' tables.
+"""Compiles the native kernels (C) for this machine's CPU, and loads them: the `native` rows of the kernels' tables.
 
 Each element type has a library of its own, built by the machine's C compiler when it is first asked for, about a second
 each, and kept in Triton's cache beside Triton's own. Where there is no compiler, the tables fall back to torch.
@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 from triton.runtime.cache import get_cache_manager
 
-SOURCE = Path(__file__).with_name("native.c")
+_FOLDER = Path(__file__).parent
+HEADER = _FOLDER / "native.h"
+SOURCES = tuple(_FOLDER / name for name in ("native.c", "native_attention.c", "native_quantized.c"))
 LANES = 16
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-fPIC")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
@@ -28,10 +30,14 @@ _SECONDS = 120
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "linear": (_int, [*[_pointer] * 4, *[_long] * 4, _int, _int]),
+    "linear_packed": (_int, [*[_pointer] * 4, *[_long] * 3, _int, _int, _int]),
+    "unpack": (None, [*[_pointer] * 2, *[_long] * 2, _int, _int]),
+    "embedding_packed": (_long, [*[_pointer] * 3, *[_long] * 3, _int]),
     "rms_norm": (None, [*[_pointer] * 4, *[_long] * 3, _float]),
     "silu_and_mul": (None, [*[_pointer] * 2, *[_long] * 3, _int]),
     "rotary": (None, [*[_pointer] * 3, *[_long] * 5]),
     "attention_decode": (_int, [*[_pointer] * 7, _float, _float, _int]),
+    "attention_prefill": (_int, [*[_pointer] * 8, _float, _float, _int]),
     "cache_write": (_long, [*[_pointer] * 3, *[_long] * 4]),
 }
 
@@ -94,22 +100,22 @@ def _openmp() -> str | None:
 
 def _built(compiler: str, defines: tuple[str, ...]) -> str:
     """Path of the library, from the cache or newly built for exactly this source, compiler and CPU."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True
-    ).stdout
-    parts = (SOURCE.read_text(), version, _cpu(), *_FLAGS, *defines)
+    version = _run([compiler, "--version"])
+    parts = (*(path.read_text() for path in (HEADER, *SOURCES)), version, _cpu(), *_FLAGS, *defines)
     manager = get_cache_manager(hashlib.sha256("\0".join(parts).encode()).hexdigest())
     found = manager.get_file("native.so")
     if found is not None:
         return str(found)
     with tempfile.TemporaryDirectory() as folder:
-        part, whole = Path(folder) / "native.o", Path(folder) / "native.so"
-        for command in (
-            [compiler, *_FLAGS, *defines, "-c", str(SOURCE), "-o", str(part)],
-            [compiler, "-shared", str(part), "-o", str(whole), "-lm"],
-        ):
-            subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        whole, objects = Path(folder) / "native.so", [Path(folder) / f"{path.stem}.o" for path in SOURCES]
+        for path, part in zip(SOURCES, objects, strict=True):
+            _run([compiler, *_FLAGS, *defines, "-c", str(path), "-o", str(part)])
+        _run([compiler, "-shared", *map(str, objects), "-o", str(whole), "-lm"])
         return str(manager.put(whole.read_bytes(), "native.so", binary=True))
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
 
 
 def _cpu() -> str:

@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 
 from hookline.checkpoint.files import read_span
 from hookline.checkpoint.gguf_config import ROPE_FACTORS, generation_config, hf_config
-from hookline.checkpoint.gguf_dequantise import can_dequantise, dequantise
+from hookline.checkpoint.gguf_dequantise import CODE_BITS, can_dequantise, dequantise, quantised
 from hookline.checkpoint.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from hookline.checkpoint.gguf_tokenizer import tokenizer_source
 from hookline.checkpoint.reader import JsonObject, TokenizerSource
@@ -38,8 +38,9 @@ _MAX_ROPE_FACTORS = 4096
 class GgufReader:
     """Reads one GGUF file; the whole header is checked when it is made.
 
-    Names and row order stay GGUF's (`blk.0.attn_q.weight`). Quantised tensors load as float32, plain ones in their own
-    type. Tensors that only carry rope factors are part of `hf_config` and do not appear among the tensors.
+    Names and row order stay GGUF's (`blk.0.attn_q.weight`). Quantised tensors load as float32, of which Q4_0, Q4_1 and
+    Q8_0 keep their codes (`QuantizedTensor`); plain ones load in their own type. Tensors that only carry rope factors
+    are part of `hf_config` and do not appear among the tensors.
 
     Raises:
         CheckpointError: if the file is not sound, or holds a format that the `gguf` package cannot dequantise.
@@ -66,7 +67,8 @@ class GgufReader:
         for tensor in self._header.tensors:
             if tensor.name not in ROPE_FACTORS:
                 load = partial(_load, self._path, tensor)
-                yield LazyTensor(tensor.name, tensor.shape, _encoding(tensor.type), tensor.nbytes, load)
+                bits = CODE_BITS.get(tensor.type)
+                yield LazyTensor(tensor.name, tensor.shape, _encoding(tensor.type), tensor.nbytes, load, bits)
 
 
 def _rope_factors(path: Path, header: GgufHeader) -> dict[str, list[float]]:
@@ -97,4 +99,5 @@ def _load(path: Path, tensor: GgufTensor) -> torch.Tensor:
     data = read_span(path, tensor.offset, tensor.nbytes, tensor.name)
     if tensor.type in _PLAIN:
         return data.view(_PLAIN[tensor.type]).reshape(tensor.shape)
-    return dequantise(data, tensor.type).reshape(tensor.shape)
+    kept = quantised(data, tensor.type, tensor.shape)
+    return dequantise(data, tensor.type).reshape(tensor.shape) if kept is None else kept

@@ -14,6 +14,13 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from hookline_kernels.quantized import GROUP, QuantizedTensor
+
+# Bits of a code in the formats that `quantised` keeps as they are.
+CODE_BITS: Mapping[GGMLQuantizationType, int] = MappingProxyType(
+    {GGMLQuantizationType.Q4_0: 4, GGMLQuantizationType.Q4_1: 4, GGMLQuantizationType.Q8_0: 8}
+)
+
 _CHUNK_VALUES = 2**20
 
 
@@ -50,30 +57,33 @@ def dequantise(data: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
     return values.view(-1)
 
 
+def quantised(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> QuantizedTensor | None:
+    """The tensor with its values left as codes; None where it has not one finite scale, and offset, a group.
+
+    Args:
+        data: whole blocks, uint8 and flat.
+        kind: their format.
+        shape: of the tensor.
+    """
+    if kind not in CODE_BITS:
+        return None
+    groups = (*shape[:-1], shape[-1] // GROUP)
+    blocks = data.view(*groups, GGML_QUANT_SIZES[kind][1])
+    halves = blocks[..., :4].contiguous().view(torch.float16)
+    scales, offsets = halves.unbind(-1)
+    if kind == GGMLQuantizationType.Q4_0:  # codes count from -8
+        offsets = scales * -8
+    if not (scales.isfinite().all() and (kind == GGMLQuantizationType.Q8_0 or offsets.isfinite().all())):
+        return None
+    if kind == GGMLQuantizationType.Q8_0:
+        return QuantizedTensor(blocks[..., 2:].reshape(shape).view(torch.int8), scales)
+    nibbles = blocks[..., -GROUP // 2 :]
+    return QuantizedTensor(torch.cat([nibbles & 15, nibbles >> 4], dim=-1).view(shape), scales, offsets)
+
+
 def _halves(blocks: torch.Tensor, start: int, count: int = 1) -> torch.Tensor:
     """`count` fp16 numbers of each block, from byte `start` on, as float32 [blocks, count]."""
     return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
-
-
-def _fill_q4_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """Scale, then 32 nibbles: the low ones first."""
-    codes = blocks[:, 2:]
-    out[:, :16] = codes & 15
-    out[:, 16:] = codes >> 4
-    out.sub_(8).mul_(_halves(blocks, 0))
-
-
-def _fill_q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """Scale and least value, then 32 nibbles: the low ones first."""
-    codes = blocks[:, 4:]
-    out[:, :16] = codes & 15
-    out[:, 16:] = codes >> 4
-    out.mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
-
-
-def _fill_q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    """Scale, then 32 signed bytes."""
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_halves(blocks, 0))
 
 
 def _fill_q4_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -99,9 +109,6 @@ def _fill_q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 _FILL: Mapping[GGMLQuantizationType, Callable[[torch.Tensor, torch.Tensor], None]] = MappingProxyType(
     {
-        GGMLQuantizationType.Q4_0: _fill_q4_0,
-        GGMLQuantizationType.Q4_1: _fill_q4_1,
-        GGMLQuantizationType.Q8_0: _fill_q8_0,
         GGMLQuantizationType.Q4_K: _fill_q4_k,
         GGMLQuantizationType.Q6_K: _fill_q6_k,
     }

@@ -12,7 +12,7 @@ from hookline.checkpoint.loader import adapted
 from hookline.checkpoint.reader import CheckpointReader
 from hookline.config import EngineConfig
 from hookline.errors import HooklineError
-from hookline.loading import OpenedModel, architecture_name, eos_token_ids, open_model, read_tokenizer
+from hookline.loading import OpenedModel, architecture_name, eos_token_ids, expected_bytes, open_model, read_tokenizer
 from hookline.memory_planner import MemoryPlan, available_memory
 from hookline.model import ModelConfig
 from hookline.plugins import Claim
@@ -70,8 +70,8 @@ def inspect_checkpoint(engine_config: EngineConfig, path: Path, reader: Checkpoi
         found.parameters = sum(map(math.prod, shapes.values()))
         found.audit = audit_checkpoint(opened, shapes)
         planner = opened.architecture.memory_planner(opened.config, opened.engine_config)
-        weights = found.parameters * opened.model.dtype.itemsize
-        found.plan = planner.plan(opened.model.cache_specs(), weights, available_memory(opened.model.device))
+        available = available_memory(opened.model.device)
+        found.plan = planner.plan(opened.model.cache_specs(), expected_bytes(opened), available)
     except HooklineError as error:
         found.error = error
     return found

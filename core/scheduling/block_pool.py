@@ -10,7 +10,7 @@ A block is in exactly one of three states, and the pool's ledger is `free + cach
 from __future__ import annotations
 
 import struct
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -56,7 +56,7 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.counters = PoolCounters()
-        self._free = deque(range(num_blocks))
+        self._free = list(reversed(range(num_blocks)))  # last released, first given: its memory is still at hand
         self._cached: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
         self._references = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -101,7 +101,7 @@ class BlockPool:
             return None
         ids = []
         for _ in range(count):
-            block_id = free.popleft() if free else self._evict()
+            block_id = free.pop() if free else self._evict()
             references[block_id] = 1
             ids.append(block_id)
         return ids

@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from hookline.checkpoint import open_checkpoint
 from hookline.checkpoint.gguf import GgufReader
 from hookline.errors import CheckpointError
+from hookline_kernels.quantized import QuantizedTensor
 
 Extra = Callable[[gguf.GGUFWriter], None]
 
@@ -148,10 +149,12 @@ def test_longrope_factors(tmp_path: Path) -> None:
 QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q4_K, Type.Q6_K, Type.IQ4_NL]
 
 
+@pytest.mark.parametrize("largest", [255, 60], ids=["any", "finite"])
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_quantised_values_equal_the_packages(tmp_path: Path, kind: Type) -> None:
+def test_quantised_values_equal_the_packages(tmp_path: Path, kind: Type, largest: int) -> None:
+    """Also where random bytes make scales that are no numbers: those do not stay as codes."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(1).integers(0, 256, (300, 4096 // block * size), dtype=np.uint8)
+    blocks = np.random.default_rng(1).integers(0, largest + 1, (300, 4096 // block * size), dtype=np.uint8)
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "toy")
     for add in (writer.add_block_count, writer.add_embedding_length, writer.add_context_length, writer.add_head_count):
@@ -168,7 +171,9 @@ def test_quantised_values_equal_the_packages(tmp_path: Path, kind: Type) -> None
         value = lazy.load()
         expected = gguf.dequantize(blocks, kind)
     assert value.dtype == torch.float32
-    np.testing.assert_array_equal(value.numpy(), expected)
+    assert isinstance(value, QuantizedTensor) == (lazy.code_bits is not None and largest < 124)
+    assert lazy.code_bits == {Type.Q4_0: 4, Type.Q4_1: 4, Type.Q8_0: 8}.get(kind)
+    np.testing.assert_array_equal(value.mul(1).numpy(), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.int32, np.float64])

@@ -1,4 +1,4 @@
-"""attention_prefill: the CPU implementation and the Triton kernel against the definition in fp64."""
+"""attention_prefill: the CPU implementations and the Triton kernel against the definition in fp64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import hookline_kernels.attention_prefill
+from hookline_kernels import native
 from hookline_kernels.attention_prefill import attention_prefill
 
 Make = Callable[..., Any]
+
+NO_NATIVE = native.load(torch.float32).reason
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(NO_NATIVE is not None, reason=f"none here: {NO_NATIVE}"))
 
 # Contexts of the requests, their rows, and what differs from the common shape.
 SHAPES: list[tuple[list[int], list[int], dict[str, int]]] = [
@@ -49,15 +53,28 @@ def run(case: Any, implementation: str | None, **options: Any) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("implementation", ["torch", NATIVE, "reference"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("contexts", "rows", "shape"), SHAPES, ids=str)
-def test_torch_equals_definition(
-    attention_case: Make, assert_close: Make, contexts: Any, rows: Any, shape: Any, options: Any
+def test_cpu_equals_definition(
+    attention_case: Make,
+    assert_close: Make,
+    contexts: Any,
+    rows: Any,
+    shape: Any,
+    options: Any,
+    implementation: str,
 ) -> None:
     case = attention_case(contexts, rows, **shape)
-    expected = case.oracle(**options)
-    assert_close(run(case, "torch", **options), expected)
-    assert_close(run(case, "reference", **options), expected)
+    assert_close(run(case, implementation, **options), case.oracle(**options))
+
+
+@pytest.mark.parametrize("implementation", [NATIVE])
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"window": 20}, {"soft_cap": 2.0}], ids=str)
+def test_long_contexts(attention_case: Make, assert_close: Make, options: Any, implementation: str) -> None:
+    """More positions than the native kernel holds scores of, some wholly outside of a row's window."""
+    case = attention_case([700, 513, 256], [100, 513, 1], **SMALL)
+    assert_close(run(case, implementation, **options), case.oracle(**options))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -70,9 +87,10 @@ def test_torch_a_few_rows_at_a_time(
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"soft_cap": 2.0}], ids=str)
-def test_torch_in_each_type(attention_case: Make, assert_close: Make, dtype: torch.dtype, options: Any) -> None:
+def test_cpu_in_each_type(attention_case: Make, assert_close: Make, dtype: torch.dtype, options: Any) -> None:
     case = attention_case([33, 40, 9], [33, 12, 1], dtype=dtype)
-    assert_close(run(case, "torch", **options), case.oracle(**options), looser=2.0)
+    for implementation in ("torch", None):
+        assert_close(run(case, implementation, **options), case.oracle(**options), looser=2.0)
 
 
 @pytest.mark.parametrize(("contexts", "rows", "shape"), SHAPES, ids=str)
@@ -102,7 +120,7 @@ def test_triton_window_and_soft_cap(
     assert_close(run(case, "triton", **options), case.oracle(**options), looser=2.0)
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("implementation", ["torch", NATIVE, "triton"])
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"soft_cap": 2.0}], ids=str)
 def test_unused_entries_never_change_a_bit(
     attention_case: Make, triton_device: torch.device, options: Any, implementation: str
@@ -114,7 +132,7 @@ def test_unused_entries_never_change_a_bit(
         assert torch.equal(run(case.with_garbage(garbage), implementation, **options), clean)
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("implementation", ["torch", NATIVE, "triton"])
 def test_chunks_give_what_the_whole_prompt_gives(
     attention_case: Make, assert_close: Make, triton_device: torch.device, implementation: str
 ) -> None:

@@ -96,7 +96,7 @@ def test_embedding(ids: list[int], kind: torch.dtype, dtype: torch.dtype) -> Non
     table = torch.randn(10, 7).to(dtype)
     expected = [table[i] for i in ids]
     for layout in (table, table.t().contiguous().t()):
-        y = embedding(torch.tensor(ids, dtype=kind), layout)
+        y = embedding(torch.tensor(ids, dtype=kind), layout, dtype)
         assert y.is_contiguous() and y.shape == (len(ids), 7)
         assert all(torch.equal(row, wanted) for row, wanted in zip(y, expected, strict=True))
 
@@ -105,8 +105,8 @@ def test_embedding_refuses_bad_arguments() -> None:
     table = torch.zeros(10, 7)
     for layout in (table, pack_linear_weight(table)):
         with pytest.raises(IndexError):
-            embedding(torch.tensor([10]), layout)
+            embedding(torch.tensor([10]), layout, torch.float32)
     with pytest.raises(TypeError, match="int32 or int64"):
-        embedding(torch.tensor([1.0]), table)
+        embedding(torch.tensor([1.0]), table, torch.float32)
     with pytest.raises(ValueError, match=r"ids \[T\]"):
-        embedding(torch.tensor([[1]]), table)
+        embedding(torch.tensor([[1]]), table, torch.float32)

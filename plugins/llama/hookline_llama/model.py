@@ -75,7 +75,7 @@ class LlamaModel(TransformerModel):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         eps = self.config.norm_eps
         rotary = self.rotary(batch.positions, batch.rope_lengths)
-        residual = embedding(batch.token_ids, self.weights.word_emb)
+        residual = embedding(batch.token_ids, self.weights.word_emb, self.dtype)
         hidden = rms_norm(residual, self.layers[0].attn_norm, eps)
         for index, layer in enumerate(self.layers):
             hidden = self._attend(index, layer, hidden, rotary, batch)

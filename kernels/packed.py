@@ -1,0 +1,138 @@
+"""Quantised weights packed for the native product, and what is computed with them on the CPU.
+
+A packed weight is a plain uint8 tensor [N / 32, K / 32, bytes of a block]; native_quantized.c says what a block holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hookline_kernels.native import native, why_not
+from hookline_kernels.quantized import GROUP, QuantizedTensor
+
+# Columns that lie together.
+TILE = 32
+
+# Columns that are multiplied out at a time: their fp32 values should stay in the second and third level caches.
+PANEL = 3072
+
+
+def why_unpacked(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a weight of `shape` cannot stay quantised for activations of `dtype` on `device`; None where it can."""
+    if len(shape) != 2 or shape[0] % TILE:
+        return f"packed weights have two dimensions and rows in multiples of {TILE}"
+    return why_not(torch.empty(0, dtype=dtype, device=device))
+
+
+def weight_bytes(shape: Sequence[int], bits: int | None, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of a weight once it is loaded; `bits` are those of a code, None where the checkpoint has no codes."""
+    values = math.prod(shape)
+    if bits is None or why_unpacked(shape, device, dtype) is not None:
+        return values * dtype.itemsize
+    return values // (TILE * GROUP) * block_bytes(bits)
+
+
+def pack(weight: QuantizedTensor) -> torch.Tensor:
+    """The weight [N, K] as uint8 [N / 32, K / 32, bytes of a block]."""
+    rows, inner = weight.shape
+    tiles, groups, words = rows // TILE, inner // GROUP, GROUP * weight.bits // 32
+    codes = weight.codes.view(torch.uint8)
+    if weight.bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    packed = torch.empty((tiles, groups, block_bytes(weight.bits)), dtype=torch.uint8)
+    at = 0
+    for part in (weight.scales, weight.offsets):
+        if part is not None:
+            target = packed[:, :, at : at + 2 * TILE]
+            target.copy_(part.view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8))
+            at += 2 * TILE
+    target = packed[:, :, at:].view(tiles, groups, words, TILE, 4)
+    target.copy_(codes.view(tiles, TILE, groups, words, 4).permute(0, 2, 3, 1, 4))
+    return packed
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The values [N, K] float32 of a packed weight, on any device."""
+    bits, (tiles, groups, _) = packed_bits(packed), packed.shape
+    begin = 2 * TILE * (2 if bits == 4 else 1)
+    scales = packed[:, :, :begin].contiguous().view(torch.float16).view(tiles, groups, -1, TILE).unbind(2)
+    parts = [scale.transpose(1, 2).reshape(tiles * TILE, groups) for scale in scales]
+    words = packed[:, :, begin:].view(tiles, groups, -1, TILE, 4)
+    codes = words.permute(0, 3, 1, 2, 4).reshape(tiles * TILE, -1)
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+        return QuantizedTensor(codes, *parts).values()
+    return QuantizedTensor(codes.view(torch.int8), *parts).values()
+
+
+def block_bytes(bits: int) -> int:
+    """Bytes of a block of 32 columns by 32 rows."""
+    return TILE * (4 + GROUP // 2) if bits == 4 else TILE * (2 + GROUP)
+
+
+def is_packed(weight: torch.Tensor) -> bool:
+    """Whether a weight is a packed one; others are of floating-point types."""
+    return weight.dtype == torch.uint8
+
+
+def packed_bits(packed: torch.Tensor) -> int:
+    """Bits of a code in a packed weight.
+
+    Raises:
+        ValueError: it is none.
+    """
+    for bits in (4, 8):
+        if packed.dim() == 3 and packed.shape[2] == block_bytes(bits) and packed.is_contiguous():
+            return bits
+    raise ValueError(
+        f"a packed weight is a contiguous uint8 [N / {TILE}, K / {GROUP}, {block_bytes(4)} or {block_bytes(8)}], "
+        f"got {packed.dtype} {list(packed.shape)}"
+    )
+
+
+def linear_packed_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+    """For few tokens: each value is multiplied out once, in registers, and all tokens pass by."""
+    (tokens, inner), columns = x.shape, weight.shape[0] * TILE
+    y = x.new_empty((tokens, columns), dtype=torch.float32 if wide else x.dtype)
+    pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+    sizes = (tokens, inner, columns, packed_bits(weight), wide, torch.get_num_threads())
+    if native(x.dtype).linear_packed(*pointers, *sizes):
+        raise MemoryError(f"linear: no memory for {tokens} tokens in fp32")
+    return y
+
+
+def linear_packed_panels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+    """For many tokens: a panel of the weight is multiplied out at a time, and torch does the product in fp32."""
+    rows, inner, bits = x.float(), x.shape[1], packed_bits(weight)
+    y = torch.empty((x.shape[0], weight.shape[0] * TILE))
+    panel = torch.empty(inner * PANEL)
+    for start in range(0, weight.shape[0], PANEL // TILE):
+        tiles = weight[start : start + PANEL // TILE]
+        values = panel[: inner * len(tiles) * TILE].view(inner, -1)
+        pointers = (tiles.data_ptr(), values.data_ptr())
+        native(torch.float32).unpack(*pointers, len(tiles), inner, bits, torch.get_num_threads())
+        torch.mm(rows, values, out=y[:, start * TILE : (start + len(tiles)) * TILE])
+    if bias is not None:
+        y += bias
+    return y if wide else y.to(x.dtype)
+
+
+def embedding_packed(ids: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a packed table [V, M]: ids [T] -> [T, M] of `dtype`.
+
+    Raises:
+        IndexError: an id that is not in the table.
+    """
+    bits, (tiles, groups, _) = packed_bits(table), table.shape
+    ids = ids.to(torch.int64).contiguous()
+    if why_not(torch.empty(0, dtype=dtype)) is not None:
+        return unpack(table)[ids].to(dtype)
+    y = torch.empty((len(ids), groups * GROUP), dtype=dtype)
+    sizes = (len(ids), groups * GROUP, tiles * TILE, bits)
+    wrong = native(dtype).embedding_packed(ids.data_ptr(), table.data_ptr(), y.data_ptr(), *sizes)
+    if wrong >= 0:
+        raise IndexError(f"embedding: id {int(ids[wrong])} is not in a table of {tiles * TILE} rows")
+    return y
