@@ -3,7 +3,8 @@
     python benchmarks/gpu_check.py
 
 Makes small random Llama and Mistral checkpoints, serves them in fp32 and bf16 on the GPU with the Triton kernels, and
-compares greedy ids: fp32 with transformers token by token, bf16 by how near each choice was to transformers' own.
+compares greedy ids: fp32 with transformers token by token, bf16 by how near each choice was to transformers' own. Then,
+in fp32, every way to run (graphs, plain loop, chunks, preemption, warm prefixes) against the plain loop on the CPU.
 A first smoke test, not a measure of speed.
 """
 
@@ -53,6 +54,49 @@ def measure(folder: Path, dtype: str, device: str) -> dict[str, float]:
     return {"equal": equal / (NEW * len(prompts)), "largest gap of logits": gap}
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "no graphs": {"cuda_graphs": False},
+    "plain loop": {"overlap": False},
+    "chunks of 7": {"max_batch_tokens": 16, "max_chunk_tokens": 7},
+    "three at a time": {"max_running": 3},
+    "preempted": {"preempt_every": 3},
+    "no prefixes": {"prefix_caching": False},
+}
+
+
+def compare_ways(folder: Path, device: str) -> dict[str, str]:
+    """Ids in fp32 on the GPU beside those of the plain loop on the CPU, greedy and sampled, prefixes cold and warm."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 256, (n,), generator=generator).tolist() for n in (1, 15, 16, 17, 40, 100, 64, 3)]
+    many = [
+        SamplingParams(max_tokens=NEW + row, ignore_eos=True, **choice)
+        for row, choice in enumerate([{}, {"temperature": 0.8, "seed": 1}] * 2)
+    ]
+    many += [
+        SamplingParams(max_tokens=NEW, temperature=0.9, top_p=0.9, seed=2),
+        SamplingParams(max_tokens=NEW, temperature=1.1, top_k=7, min_p=0.02, seed=3),
+        SamplingParams(max_tokens=7, repetition_penalty=1.2),
+        SamplingParams(max_tokens=5, logprobs=1),
+    ]
+
+    def ids(where: str, **options: Any) -> list[Any]:
+        switches = {name: options.pop(name) for name in ("max_chunk_tokens", "preempt_every") if name in options}
+        known = {"dtype": "float32", "device": where, "block_size": 16, "kv_cache_memory": 2**24, "max_model_len": 256}
+        with Engine(EngineConfig(str(folder), **(known | options)), **switches) as engine:
+            found = [engine.generate(prompts, many) for _ in range(2)]
+            engine.scheduler.check()
+        return [list(output.outputs[0].token_ids) for outputs in found for output in outputs]
+
+    want = ids("cpu")
+    answers = {}
+    for name, options in WAYS.items():
+        found = ids(device, **options)
+        wrong = [index for index, (one, other) in enumerate(zip(found, want, strict=True)) if one != other]
+        answers[name] = "equal" if not wrong else f"{len(wrong)} of {len(want)} requests differ: {wrong}"
+    return answers
+
+
 def main() -> None:
     """Prints a row a variant and type; exit code 1 if fp32 differs anywhere."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,6 +112,9 @@ def main() -> None:
                 found = measure(Path(folder), dtype, device)
                 failed |= dtype == "float32" and found["equal"] < 1
                 print(f"{variant:<32} {dtype:<9} {json.dumps(found)}")
+            for way, answer in compare_ways(Path(folder), device).items():
+                failed |= answer != "equal"
+                print(f"{variant:<32} {way:<18} {answer}", flush=True)
     sys.exit(int(failed))
 
 

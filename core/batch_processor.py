@@ -94,14 +94,23 @@ class BatchProcessor:
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return upload(torch.from_numpy(array), self.device)
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`, in the order of its stream and not waited for.
+
+    From memory that is not pinned the driver may wait for all that the stream has still to do.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _token_ids(parts: Sequence[ScheduledRequest], num_tokens: int) -> np.ndarray:
     tokens = np.empty(num_tokens, np.int64)
     row = 0
     for part in parts:
-        tokens[row : row + part.count] = part.request.token_ids(part.start, part.start + part.count)
+        # A decode's token may be pending: whoever has it puts it in (`DeviceRunner`).
+        tokens[row : row + part.count] = part.request.token_ids(part.start, part.start + part.count) or 0
         row += part.count
     return tokens
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from hookline.errors import UsageError
 
@@ -19,6 +20,10 @@ _LOAD_FORMATS = ("auto", "safetensors", "gguf", "snapshot", "random")
 _DEVICES = ("auto", "cpu", "cuda")
 _MAX_BYTES = 2**63
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+# What None stands for, on a CPU and on a GPU.
+BY_DEVICE: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"max_batch_tokens": (2048, 8192), "max_running": (64, 256)}
+)
 
 
 def parse_bytes(text: str | int, option: str = "size") -> int:
@@ -34,6 +39,44 @@ def parse_bytes(text: str | int, option: str = "size") -> int:
         hint = "Write a positive size such as 512MiB, 2GiB or 1000000."
         raise UsageError(f"{option} is {text!r:.80}", hint=hint)
     return int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Percent:
+    """A part of something whose size is known later, over 0 and at most 100."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:g}%"
+
+
+MemorySize = int | Percent
+
+
+def parse_memory(text: str | int | Percent, option: str = "size") -> MemorySize:
+    """Bytes or percent in `text`, such as `80%`, `100GiB` or `1000000`.
+
+    Raises:
+        UsageError: naming `option`, if `text` is neither.
+    """
+    if isinstance(text, Percent):
+        return text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", str(text).strip())
+    if match and 0 < float(match[1]) <= 100:
+        return Percent(float(match[1]))
+    if match:
+        raise UsageError(f"{option} is {text!r:.80}", hint="A percentage is over 0 and at most 100, such as 80%.")
+    try:
+        return parse_bytes(text, option)
+    except UsageError as error:
+        hint = "Write a positive size such as 512MiB, 2GiB or 1000000, or a percentage such as 80%."
+        raise UsageError(error.message, hint=hint) from None
+
+
+def bytes_of(size: MemorySize, whole: int) -> int:
+    """`size` in bytes, percent being of `whole`."""
+    return int(whole * size.value / 100) if isinstance(size, Percent) else size
 
 
 def expand_home(name: str) -> Path:
@@ -70,10 +113,15 @@ class EngineConfig:
         device: `auto` takes a CUDA device where there is one.
         load_format: `auto` looks at the files; `random` makes seeded random weights from the config alone.
         max_model_len: longest prompt plus output, in tokens; None takes the model's own, cut to what the cache holds.
-        max_batch_tokens: token budget of one step (Dynamic SplitFuse).
-        max_running: most requests that hold cache at a time.
+        max_batch_tokens: token budget of one step (Dynamic SplitFuse); None is 2,048 on a CPU and 8,192 on a GPU.
+        max_running: most requests that hold cache at a time; None is 64 on a CPU and 256 on a GPU.
         block_size: tokens a cache block.
-        kv_cache_memory: bytes of the cache over all groups; None lets the memory planner choose.
+        memory: how much of the device's memory the engine may use: bytes, as a number or as text such as "100GiB", or
+            percent such as "80%". None is 90 % of a GPU's memory, and on a CPU what is free.
+        kv_cache_memory: the cache over all groups: bytes, or percent of what the engine may use; None lets the memory
+            planner choose.
+        overlap: launch a step before the tokens of the one before are read; None does so on a GPU.
+        cuda_graphs: on a GPU, capture decode steps as CUDA graphs when the engine starts.
         prefix_caching: reuse full blocks of earlier requests with the same tokens.
         seed: seeds random weights, and requests that bring no seed of their own.
         offline: never reach the network.
@@ -85,10 +133,13 @@ class EngineConfig:
     device: str = "auto"
     load_format: LoadFormat = "auto"
     max_model_len: int | None = None
-    max_batch_tokens: int = 2048
-    max_running: int = 64
+    max_batch_tokens: int | None = None
+    max_running: int | None = None
     block_size: int = 16
-    kv_cache_memory: int | None = None
+    memory: int | str | Percent | None = None
+    kv_cache_memory: int | str | Percent | None = None
+    overlap: bool | None = None
+    cuda_graphs: bool = True
     prefix_caching: bool = True
     seed: int = 0
     offline: bool = False
@@ -103,13 +154,41 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
         _check_choice("device", re.sub(r"(?<=cuda):\d+$", "", str(self.device)), _DEVICES)
-        for name in ("max_batch_tokens", "max_running", "block_size", "max_model_len", "kv_cache_memory"):
+        for name in ("max_batch_tokens", "max_running", "block_size", "max_model_len"):
             value = getattr(self, name)
-            may_be_none = name in ("max_model_len", "kv_cache_memory")
+            may_be_none = name != "block_size"
             if not (value is None and may_be_none) and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}", hint=f"Give {name} a whole number of at least 1.")
+        for name in ("memory", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_memory(value, name))
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed!r}", hint="Give seed a whole number from 0 to 2**63 - 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """The options once the device is known: what depends on it is decided. `resolve` makes one.
+
+    Attributes:
+        device: as torch writes it, such as `cuda:0`.
+        dtype: not `auto`.
+    """
+
+    max_batch_tokens: int
+    max_running: int
+    memory: MemorySize | None
+    kv_cache_memory: MemorySize | None
+
+
+def resolve(config: EngineConfig, device: str, dtype: Dtype) -> ResolvedConfig:
+    """`config` on `device`, with weights and activations in `dtype`."""
+    values: dict[str, Any] = {entry.name: getattr(config, entry.name) for entry in fields(EngineConfig)}
+    for name, (on_cpu, on_gpu) in BY_DEVICE.items():
+        if values[name] is None:
+            values[name] = on_cpu if device == "cpu" else on_gpu
+    return ResolvedConfig(**values | {"device": device, "dtype": dtype})
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

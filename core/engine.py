@@ -7,6 +7,7 @@ file puts requests in at the one end and takes results out at the other.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Self
@@ -17,8 +18,9 @@ from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.config import EngineConfig
 from hookline.errors import InvalidRequestError, NotEnoughMemoryError
 from hookline.execution.kv_cache import allocate_cache
-from hookline.execution.runner import Runner, StepResult
+from hookline.execution.runner import Flight, StepResult
 from hookline.execution.sampling_state import SamplingState, derive_seed
+from hookline.execution.starting import measure_steps, start_runner
 from hookline.loading import LoadedModel, load_model, save_snapshot
 from hookline.manual import ManualDriver, SchedulingResult
 from hookline.output_processor import OutputProcessor
@@ -41,6 +43,7 @@ class Engine:
         config: how to load and run it.
         reader: weights from somewhere else than `config.model`, such as a `ModuleReader`.
         progress: is told how far loading has come.
+        starting: is told how far the capture of CUDA graphs has come, as done and of how many.
         max_chunk_tokens, preempt_every: fault switches for tests, passed to the scheduler.
     """
 
@@ -50,6 +53,7 @@ class Engine:
         *,
         reader: CheckpointReader | None = None,
         progress: Progress | None = None,
+        starting: Callable[[int, int], None] | None = None,
         max_chunk_tokens: int | None = None,
         preempt_every: int | None = None,
     ) -> None:
@@ -60,16 +64,20 @@ class Engine:
         model, architecture = opened.model, opened.architecture
         planner = architecture.memory_planner(opened.config, self.config)
         specs = model.cache_specs()
-        self.memory_plan = planner.plan(specs, self._loaded.weights_bytes, self._loaded.available_bytes)
+        weights, available = self._loaded.weights_bytes, self._loaded.available_bytes
+        self.memory_plan = planner.plan(specs, weights, available, measure_steps(model, self.config))
         self.max_model_len = self.memory_plan.max_model_len
         self.vocab_size = opened.config.vocab_size
         cache = allocate_cache(specs, self.memory_plan.num_blocks, self.config.block_size, model.device)
-        self._runner = Runner(model, architecture.batch_processor(opened.config, self.config), cache)
+        processor = architecture.batch_processor(opened.config, self.config)
+        self._runner = start_runner(model, processor, cache, self.config, self.max_model_len, starting)
         self.pool = BlockPool(self.memory_plan.num_blocks, self.config.block_size, self.config.prefix_caching)
         limits = {"max_batch_tokens": self.config.max_batch_tokens, "max_model_len": self.max_model_len}
         self.scheduler = Scheduler(
             self.pool,
             max_running=self.config.max_running,
+            max_in_flight=self._runner.max_in_flight,
+            admit_together=max(1, self.config.max_running // 32) if self._runner.max_in_flight > 1 else 1,
             max_chunk_tokens=max_chunk_tokens,
             preempt_every=preempt_every,
             **limits,
@@ -78,6 +86,9 @@ class Engine:
         self._prompts = PromptEncoder(self.tokenizer, self.vocab_size)
         self._outputs = OutputProcessor(self.tokenizer)
         self._states: dict[str, SamplingState] = {}
+        self._flights: deque[Flight] = deque()
+        self._on_host: set[str] = set()  # requests whose choices need the host, so that steps take turns with it
+        self._takes_turns = False
         self._numbers = itertools.count()
         self._faults = 0
 
@@ -132,6 +143,8 @@ class Engine:
         for child_id, (child, state) in children.items():
             self.scheduler.add(child)  # refuses the first of them, or none: they are all alike
             self._states[child_id] = state
+            if state.needs_host:
+                self._on_host.add(child_id)
         text = prompt if isinstance(prompt, str) else None
         self._outputs.add(request_id, text, [child for child, _ in children.values()], stream=stream)
         return request_id
@@ -171,21 +184,70 @@ class Engine:
         return self._outputs.take_news()
 
     def _step(self) -> None:
-        batch = self.scheduler.schedule()
-        if not batch.requests:
+        if self._runner.max_in_flight > 1:
+            self._overlapped_step()
+        else:
+            self._plain_step()
+
+    def _plain_step(self) -> None:
+        """Schedule, execute, update."""
+        batch = self._schedule()
+        if batch.requests and self._launch(batch):
+            self._collect()
+        elif not batch.requests:
             self._check_moves()
-            return
+
+    def _overlapped_step(self) -> None:
+        """The same verbs, but a step is launched before the one before it is collected, so that the device never waits.
+
+        Its decode rows take their tokens from the device. Where the host has to choose, or an interrupt has left tokens
+        that the device does not have, steps take turns with it.
+        """
+        self._takes_turns = self._takes_turns and bool(self._flights)
+        most = 1 if self._on_host or self._takes_turns else self._runner.max_in_flight
+        while len(self._flights) < most:
+            batch = self._schedule()
+            if not batch.requests or not self._launch(batch):
+                break
+        if self._flights:
+            self._collect()
+        else:
+            self._check_moves()
+
+    def _schedule(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        for request in batch.preempted:  # also of a batch that has nothing to run
+            self._runner.release(request)
+        return batch
+
+    def _launch(self, batch: ScheduledBatch) -> bool:
         self._outputs.note_scheduled(batch)
         try:
-            result = self._runner.execute(batch, self._states)
+            self._flights.append(self._runner.launch(batch, self._states))
         except Exception as error:
             self._fail(batch, error)
+            return False
         except BaseException:
-            self.scheduler.retract(batch)  # the user's interrupt is no fault: who goes on loses nothing
+            # The user's interrupt is no fault: who goes on loses nothing. What the device has of them may be too new.
+            self.scheduler.retract(batch)
+            for part in batch.requests:
+                self._runner.release(part.request)
+            self._takes_turns = True
             raise
-        else:
-            self._faults = 0
-            self._update(batch, result)
+        return True
+
+    def _collect(self) -> None:
+        """Takes the oldest step's result; an interrupt leaves it for the next call."""
+        flight = self._flights[0]
+        try:
+            result = self._runner.collect(flight)
+        except Exception as error:
+            while self._flights:  # the newest first: each builds on those before it
+                self._fail(self._flights.pop().batch, error)
+            return
+        self._flights.popleft()
+        self._faults = 0
+        self._update(flight.batch, result)
 
     def _check_moves(self) -> None:
         """The scheduler always finds something to run, unless others hold the cache."""
@@ -225,6 +287,8 @@ class Engine:
 
     def _end(self, request: Request, error: str | None = None) -> None:
         self._states.pop(request.request_id, None)
+        self._on_host.discard(request.request_id)
+        self._runner.release(request)
         self._outputs.finish(request, error)
 
     # -- results out ---------------------------------------------------------------------------------------------------
@@ -251,14 +315,14 @@ class Engine:
         ids: list[str] = []
         try:
             ids.extend(self.add_request(prompt, one) for prompt, one in zip(many, each, strict=True))
-            done = self._collect(ids, progress)
+            done = self._run_to_end(ids, progress)
         except BaseException:
             for request_id in ids:
                 self._drop(request_id)
             raise
         return [done[request_id] for request_id in ids]
 
-    def _collect(self, ids: Iterable[str], progress: Callable[[int, int], None] | None) -> dict[str, RequestOutput]:
+    def _run_to_end(self, ids: Iterable[str], progress: Callable[[int, int], None] | None) -> dict[str, RequestOutput]:
         pending, done = set(ids), dict[str, RequestOutput]()
         total = len(pending)
         while pending:

@@ -17,7 +17,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from hookline.batch_processor import BatchProcessor
-    from hookline.config import EngineConfig
+    from hookline.config import ResolvedConfig
     from hookline.container import ContainerMap
     from hookline.memory_planner import MemoryPlanner
     from hookline.model import ModelConfig, TransformerModel
@@ -86,7 +86,7 @@ def hookline_read_config(hf_config: Mapping[str, Any]) -> ModelConfig | None:
 
 @hookspec(firstresult=True)
 def hookline_build_model(
-    config: ModelConfig, engine_config: EngineConfig, parallel: Parallel
+    config: ModelConfig, engine_config: ResolvedConfig, parallel: Parallel
 ) -> TransformerModel | None:
     """Model construction: a model without weights, ready to have its containers built."""
 
@@ -105,10 +105,10 @@ def hookline_weight_adapter(config: ModelConfig, weights_format: str) -> WeightA
 
 
 @hookspec(firstresult=True)
-def hookline_memory_planner(config: ModelConfig, engine_config: EngineConfig) -> MemoryPlanner | None:
+def hookline_memory_planner(config: ModelConfig, engine_config: ResolvedConfig) -> MemoryPlanner | None:
     """Memory planners: how many bytes the model's activations and caches need."""
 
 
 @hookspec(firstresult=True)
-def hookline_batch_processor(config: ModelConfig, engine_config: EngineConfig) -> BatchProcessor | None:
+def hookline_batch_processor(config: ModelConfig, engine_config: ResolvedConfig) -> BatchProcessor | None:
     """Batch processors: how a scheduled batch becomes tensors."""

@@ -151,6 +151,11 @@ class LayerContainer:
         """Every declared parameter, bases' first."""
         return tuple(self._declared)
 
+    @property
+    def parameter_kinds(self) -> Mapping[str, type[Parameter]]:
+        """The class of every declared parameter, which says what it is for."""
+        return {name: entry.kind for name, entry in self._declared.items()}
+
     def match(self, name: str) -> tuple[Target, ...] | None:
         """Where the tensor `name` goes: empty if the config drops it, None if the mapping does not know it."""
         targets = self._rows.match(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,16 +17,26 @@ from hookline.checkpoint.random import RandomReader
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.checkpoint.snapshot import SnapshotOrigin, SnapshotReader
 from hookline.checkpoint.snapshot_writer import write_snapshot
-from hookline.config import Dtype, EngineConfig, read_environment
+from hookline.config import Dtype, EngineConfig, ResolvedConfig, read_environment, resolve
 from hookline.container import ContainerMap
-from hookline.errors import CheckpointError, DeviceError, ModelConfigError, NotEnoughMemoryError, UsageError
+from hookline.errors import (
+    CheckpointError,
+    ContainerError,
+    DeviceError,
+    ModelConfigError,
+    NotEnoughMemoryError,
+    UsageError,
+)
 from hookline.memory_planner import available_memory, format_bytes
 from hookline.model import ModelConfig, TransformerModel
 from hookline.model_store import resolve_model
 from hookline.parallel import Parallel
 from hookline.plugins import LoadedArchitecture, PluginRegistry, engine_version
 from hookline.tokenizer import Tokenizer
-from hookline_kernels.packed import weight_bytes
+from hookline.weight_adapter import LazyTensor
+from hookline_kernels.linear import unpack_linear_weight
+from hookline_kernels.native import why_not_on
+from hookline_kernels.packed import bits_of, unpacked_shape, weight_bytes
 
 # Formats that hold the names of the containers themselves, which every plugin reads.
 _OWN_FORMATS = ("snapshot", "random", "module")
@@ -36,13 +47,13 @@ class OpenedModel:
     """A checkpoint whose plugin is found and whose model is built, without weights.
 
     Attributes:
-        engine_config: with device and dtype decided.
+        engine_config: with all that depends on the device decided.
     """
 
     reader: CheckpointReader
     architecture: LoadedArchitecture
     config: ModelConfig
-    engine_config: EngineConfig
+    engine_config: ResolvedConfig
     model: TransformerModel
     containers: ContainerMap
 
@@ -75,18 +86,18 @@ def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = No
     architecture = PluginRegistry(engine_config.plugins).load(name)
     _check_format(reader.weights_format, architecture)
     config = architecture.read_config(reader.hf_config)
-    device = _device(engine_config.device)
+    device = choose_device(engine_config.device)
     wanted: str = engine_config.dtype
     if wanted == "auto" and isinstance(reader, SnapshotReader):
         wanted = reader.origin.dtype
-    dtype = _dtype(wanted, config.dtype, device, architecture)
-    engine_config = dataclasses.replace(engine_config, device=str(device), dtype=dtype)
-    model = architecture.build_model(config, engine_config, Parallel())
+    resolved = resolve(engine_config, str(device), _dtype(wanted, config.dtype, device, architecture))
+    model = architecture.build_model(config, resolved, Parallel())
     _check_context(engine_config.max_model_len, model.longest_context())
     containers = architecture.build_containers(model)
     if isinstance(reader, RandomReader):
-        reader = reader.with_shapes(model.checkpoint_shapes(), model.dtype, engine_config.seed)
-    return OpenedModel(reader, architecture, config, engine_config, model, containers)
+        shapes = model.checkpoint_shapes()
+        reader = reader.with_shapes(shapes, model.dtype, engine_config.seed, str(model.device))
+    return OpenedModel(reader, architecture, config, resolved, model, containers)
 
 
 def load_model(
@@ -95,16 +106,17 @@ def load_model(
     """Opens the model and loads its weights onto the device."""
     opened = open_model(engine_config, reader)
     reader, model, containers = opened.reader, opened.model, opened.containers
-    available, needed = available_memory(model.device), expected_bytes(opened)
+    available = available_memory(model.device, opened.engine_config.memory)
+    needed = expected_bytes(opened)
     if needed > available:
         raise NotEnoughMemoryError(
             f"The weights take {format_bytes(needed)} as {opened.engine_config.dtype}; "
             f"{format_bytes(available)} are available on {model.device}",
-            hint="Use --dtype bfloat16, a smaller model, or a machine with more memory.",
+            hint="Use --dtype bfloat16, a smaller model, a larger --memory, or a machine with more memory.",
         )
     if isinstance(reader, SnapshotReader):
         reader.check_origin(_origin(opened))
-        for container, parameter, tensor in reader.entries(model.device, progress):
+        for container, parameter, tensor in _unpacked(reader.entries(model.device, progress), model.dtype):
             containers.direct_injection(container, parameter, tensor)
         containers.validate()
     else:
@@ -121,12 +133,67 @@ def load_model(
 
 
 def expected_bytes(opened: OpenedModel) -> int:
-    """Bytes that the weights will take on the device, from the checkpoint's header."""
+    """Bytes that the weights will take on the device, from the checkpoint's header: an estimate from above.
+
+    It is too low only where codes are given up on the way without a word: by a scale that is not finite, or by a
+    `finalize` of a plugin's own. A parameter of several tensors is taken for their rows joined, which stay quantised
+    where all of them have codes of the same bits.
+    """
     reader, model = opened.reader, opened.model
     if isinstance(reader, SnapshotReader):
+        return _snapshot_bytes(reader, model)
+    parts: dict[tuple[int, str], list[LazyTensor]] = {}
+    for tensor in adapted(reader, opened.architecture.weight_adapter(opened.config, reader.weights_format)):
+        for key, in_list in _parameters_of(opened.containers, tensor.name).items():
+            part = dataclasses.replace(tensor, code_bits=None) if in_list else tensor
+            parts.setdefault(key, []).append(part)
+    return sum(_joined_bytes(tensors, model.device, model.dtype) for tensors in parts.values())
+
+
+def _parameters_of(containers: ContainerMap, name: str) -> dict[tuple[int, str], bool]:
+    """The parameters that the tensor `name` goes into, and whether as one of a list, which no packed weight is made of.
+
+    A name that nothing maps stands for itself here; `load_weights` refuses it.
+    """
+    try:
+        found = containers.route(name)
+    except ContainerError:
+        return {(0, name): False}
+    if found is None:
+        return {}
+    container, inner = found
+    return {(id(container), target.parameter): target.index is not None for target in container.match(inner) or ()}
+
+
+def _joined_bytes(parts: list[LazyTensor], device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of the parameter that `parts` are joined to, as rows of one matrix."""
+    kinds = {(part.code_bits, *part.shape[1:]) for part in parts}
+    if len(kinds) > 1 or len(parts[0].shape) != 2:
+        return sum(weight_bytes(part.shape, None, device, dtype) for part in parts)
+    rows = sum(part.shape[0] for part in parts)
+    return weight_bytes((rows, parts[0].shape[1]), parts[0].code_bits, device, dtype)
+
+
+def _snapshot_bytes(reader: SnapshotReader, model: TransformerModel) -> int:
+    """The buffer, which stays whole, and beside it the packed weights that `_unpacked` multiplies out."""
+    if why_not_on(model.device, model.dtype) is None:
         return reader.nbytes
-    tensors = adapted(reader, opened.architecture.weight_adapter(opened.config, reader.weights_format))
-    return sum(weight_bytes(tensor.shape, tensor.code_bits, model.device, model.dtype) for tensor in tensors)
+    shapes = (entry.shape for entry in reader.stored() if entry.dtype == "uint8" and bits_of(entry.shape))
+    return reader.nbytes + sum(math.prod(unpacked_shape(shape)) * model.dtype.itemsize for shape in shapes)
+
+
+def _unpacked(
+    entries: Iterable[tuple[str, str, torch.Tensor | None]], dtype: torch.dtype
+) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    """A snapshot's entries, packed weights as this machine takes them; those that share memory go on sharing it."""
+    made: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    for container, parameter, tensor in entries:
+        if tensor is not None:
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in made:
+                made[key] = unpack_linear_weight(tensor, dtype)
+            tensor = made[key]
+        yield container, parameter, tensor
 
 
 def architecture_name(hf_config: Mapping[str, Any]) -> str:
@@ -208,7 +275,12 @@ def _check_context(wanted: int | None, longest: int) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is a CUDA device where there is one.
+
+    Raises:
+        DeviceError: if there is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

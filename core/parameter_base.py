@@ -13,6 +13,7 @@ import torch
 
 from hookline.declarations import Target, read_annotations, take_default
 from hookline.errors import ContainerError, HooklineError
+from hookline_kernels.quantized import QuantizedTensor
 
 
 class ParamList:
@@ -184,7 +185,7 @@ class Parameter(ABC):
         if not isinstance(result, torch.Tensor | None):
             raise ContainerError(f"{self.label}: finalize returned a {type(result).__name__}, not a tensor or None")
         self.is_final = True
-        return result
+        return result.values() if isinstance(result, QuantizedTensor) else result
 
 
 def model_fact(model: object, name: str, where: str) -> Any:

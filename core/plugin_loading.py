@@ -21,7 +21,7 @@ from hookline.plugin_metadata import GGUF_PREFIX, Claim
 
 if TYPE_CHECKING:
     from hookline.batch_processor import BatchProcessor
-    from hookline.config import EngineConfig
+    from hookline.config import ResolvedConfig
     from hookline.container import ContainerMap
     from hookline.memory_planner import MemoryPlanner
     from hookline.model import ModelConfig, TransformerModel
@@ -53,7 +53,7 @@ class LoadedArchitecture:
 
         return self._ask("hookline_read_config", ModelConfig, hf_config=hf_config)
 
-    def build_model(self, config: ModelConfig, engine_config: EngineConfig, parallel: Parallel) -> TransformerModel:
+    def build_model(self, config: ModelConfig, engine_config: ResolvedConfig, parallel: Parallel) -> TransformerModel:
         """A model without weights."""
         from hookline.model import TransformerModel
 
@@ -73,13 +73,13 @@ class LoadedArchitecture:
 
         return self._ask("hookline_weight_adapter", WeightAdapter, config=config, weights_format=weights_format)
 
-    def memory_planner(self, config: ModelConfig, engine_config: EngineConfig) -> MemoryPlanner:
+    def memory_planner(self, config: ModelConfig, engine_config: ResolvedConfig) -> MemoryPlanner:
         """The planner of weights, activations and cache."""
         from hookline.memory_planner import MemoryPlanner
 
         return self._ask("hookline_memory_planner", MemoryPlanner, config=config, engine_config=engine_config)
 
-    def batch_processor(self, config: ModelConfig, engine_config: EngineConfig) -> BatchProcessor:
+    def batch_processor(self, config: ModelConfig, engine_config: ResolvedConfig) -> BatchProcessor:
         """The processor that makes tensors of a scheduled batch."""
         from hookline.batch_processor import BatchProcessor
 
@@ -99,13 +99,13 @@ class _CoreDefaults:
         return WeightAdapter()
 
     @hookimpl(trylast=True)
-    def hookline_memory_planner(self, config: ModelConfig, engine_config: EngineConfig) -> MemoryPlanner:
+    def hookline_memory_planner(self, config: ModelConfig, engine_config: ResolvedConfig) -> MemoryPlanner:
         from hookline.memory_planner import MemoryPlanner
 
         return MemoryPlanner(config, engine_config)
 
     @hookimpl(trylast=True)
-    def hookline_batch_processor(self, config: ModelConfig, engine_config: EngineConfig) -> BatchProcessor:
+    def hookline_batch_processor(self, config: ModelConfig, engine_config: ResolvedConfig) -> BatchProcessor:
         from hookline.batch_processor import BatchProcessor
 
         return BatchProcessor(config, engine_config)

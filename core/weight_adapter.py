@@ -23,9 +23,9 @@ class LazyTensor:
         shape: of the tensor that `load` returns.
         encoding: number format in the file, such as `bfloat16` or `Q4_1`.
         nbytes: bytes in the file.
-        load: reads the values; the caller owns the result and may keep or change it.
-        code_bits: bits of a value where `load` gives a `QuantizedTensor`, which acts as the float32 tensor that it
-            stands for; else None.
+        load: reads the values; the caller owns the result and may keep it, and change it unless it is a
+            `QuantizedTensor`, which acts as the float32 tensor that it stands for but cannot be written to.
+        code_bits: bits of a value where `load` gives a `QuantizedTensor`, unless a scale is not finite; else None.
     """
 
     name: str
@@ -40,11 +40,22 @@ class LazyTensor:
         return dataclasses.replace(self, name=name)
 
     def mapped(
-        self, function: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] | None = None
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        shape: tuple[int, ...] | None = None,
+        *,
+        keeps_codes: bool = True,
     ) -> LazyTensor:
-        """The tensor with `function` applied when it is read; `shape` where that changes it."""
-        load = self.load
-        return dataclasses.replace(self, shape=shape or self.shape, load=lambda: function(load()))
+        """The tensor with `function` applied when it is read.
+
+        Args:
+            shape: where `function` changes it.
+            keeps_codes: whether `function` only reorders or cuts rows, so that what is quantised stays so. Memory is
+                reckoned by it.
+        """
+        load, code_bits = self.load, self.code_bits if keeps_codes else None
+        shape = self.shape if shape is None else shape
+        return dataclasses.replace(self, shape=shape, code_bits=code_bits, load=lambda: function(load()))
 
 
 class WeightAdapter:

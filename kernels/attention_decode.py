@@ -12,31 +12,22 @@ whatever they hold.
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
+from hookline_kernels.attention_decode_triton import attention_decode_triton
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
 from hookline_kernels.native import LANES, native, why_not
-from hookline_kernels.paged_context import check_attention, read_context
+from hookline_kernels.paged_context import PagedAttention, check_attention, check_values, read_context
 
 
-def attention_decode_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    max_context_len: int,
-    out: torch.Tensor,
-) -> None:
+def attention_decode_reference(call: PagedAttention) -> None:
     """The formula in plain torch, a request at a time, in fp32."""
+    if call.q.is_cpu:
+        check_values("attention_decode", call)
+    q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, _, out, _ = call
     block_size, kv_heads = k_cache.shape[1:3]
     for request, context in enumerate(context_lens.tolist()):
         positions = torch.arange(max(0, context - (window or context)), context, device=q.device)
@@ -49,19 +40,10 @@ def attention_decode_reference(
         out[request] = torch.einsum("kgl,lkd->kgd", scores.softmax(-1), values).flatten(0, 1)
 
 
-def attention_decode_torch(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    max_context_len: int,
-    out: torch.Tensor,
-) -> None:
+def attention_decode_torch(call: PagedAttention) -> None:
     """For the CPU: the contexts are gathered side by side and attended to in one call, G heads as its rows."""
+    q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, _, out, _ = call
+    check_values("attention_decode", call)
     contexts: list[int] = context_lens.tolist()
     if not contexts or max(contexts) == 0:
         out.zero_()
@@ -128,197 +110,18 @@ def _attend(
     return torch.matmul(scores.softmax(-1), values.float())
 
 
-@triton.jit
-def attention_decode_kernel(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    contexts_ptr: tl.tensor,
-    part_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    q_stride_token: tl.tensor,
-    q_stride_head: tl.tensor,
-    table_stride: tl.tensor,
-    scale: tl.tensor,
-    window: tl.tensor,
-    soft_cap: tl.tensor,
-    heads: tl.tensor,
-    kv_heads: tl.tensor,
-    size: tl.tensor,
-    splits: tl.tensor,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """One program a request, key-value head and split: the group's heads share each load of keys and values.
-
-    Writes the split's own softmax-weighted values to part [B, H, splits, D] and the base-2 logarithm of its sum of
-    weights to weight [B, H, splits], both fp32.
-    """
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    context = tl.load(contexts_ptr + request)
-    lowest = 0
-    if HAS_WINDOW:
-        lowest = tl.maximum(context - window, 0)
-    tiles = tl.cdiv(context - lowest, BLOCK_N)
-    tiles_each = tl.cdiv(tiles, splits)
-    begin = lowest + split * tiles_each * BLOCK_N
-    end = tl.minimum(context, begin + tiles_each * BLOCK_N)
-
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + row
-    row_real = row < GROUP
-    dim_real = dim < size
-    q_place = q_ptr + request * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
-    q = tl.load(q_place, mask=row_real[:, None] & dim_real[None, :], other=0.0)
-
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        real = position < end
-        block = tl.load(tables_ptr + request * table_stride + position // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
-        entry = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * kv_heads + kv_head) * size
-        place = entry[:, None] + dim[None, :]
-        mask = real[:, None] & dim_real[None, :]
-        k = tl.load(k_ptr + place, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + place, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if HAS_CAP:
-            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
-        scores = tl.where(real[None, :], scores * 1.4426950408889634, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))  # finite: each tile has a real position
-        shrink = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        top = new_top
-
-    some = total > 0.0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
-    weight = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    part = (request * heads + head) * splits + split
-    tl.store(part_ptr + part[:, None] * size + dim[None, :], acc, mask=row_real[:, None] & dim_real[None, :])
-    tl.store(weight_ptr + part, weight, mask=row_real)
-
-
-@triton.jit
-def attention_combine_kernel(
-    part_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: tl.tensor,
-    splits: tl.tensor,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """One program a request and head: the splits' results, weighted by what each of them saw."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    dim = tl.arange(0, BLOCK_D)
-    weight = tl.load(weight_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
-    top = tl.max(weight, axis=0)
-    share = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(share, axis=0)
-    share = share / tl.where(total > 0.0, total, 1.0)
-    place = (row * splits + split)[:, None] * size + dim[None, :]
-    part = tl.load(part_ptr + place, mask=(split < splits)[:, None] & (dim < size)[None, :], other=0.0)
-    out = tl.sum(part * share[:, None], axis=0)
-    tl.store(out_ptr + row * size + dim, out.to(out_ptr.dtype.element_ty), mask=dim < size)
-
-
-def attention_decode_triton(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    max_context_len: int,
-    out: torch.Tensor,
-) -> None:
-    """Two launches: the splits of every context, and their combination."""
-    requests, heads, size = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
-    if requests == 0:
-        return
-    group = heads // kv_heads
-    block_d = triton.next_power_of_2(size)
-    block_n = 64 if block_d <= 128 else 32
-    reach = max_context_len if window is None else min(max_context_len, window)
-    splits = _count_splits(requests * kv_heads, triton.cdiv(reach, block_n), q.device)
-    part = torch.empty((requests, heads, splits, size), dtype=torch.float32, device=q.device)
-    weight = torch.empty((requests, heads, splits), dtype=torch.float32, device=q.device)
-    attention_decode_kernel[(requests, kv_heads, splits)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        part,
-        weight,
-        q.stride(0),
-        q.stride(1),
-        block_tables.stride(0),
-        scale,
-        window or 0,
-        soft_cap or 0.0,
-        heads,
-        kv_heads,
-        size,
-        splits,
-        HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-    )
-    attention_combine_kernel[(requests * heads,)](
-        part, weight, out, size, splits, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_D=block_d, num_warps=1
-    )
-
-
-def _count_splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Splits of each context: enough to give every processor two programs, none of them without a tile."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    wanted = -(-2 * processors // programs)
-    return max(1, min(tiles, wanted, 128))
-
-
-def attention_decode_native(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    max_context_len: int,
-    out: torch.Tensor,
-) -> None:
+def attention_decode_native(call: PagedAttention) -> None:
     """For the CPU: one call, a thread for each request and key-value head; reads no entry outside a context."""
+    q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, max_context_len, out, _ = call
     block_size, kv_heads = k_cache.shape[1:3]
-    sizes = (ctypes.c_int64 * 10)(
+    sizes = (ctypes.c_int64 * 11)(
         *(q.shape[0], q.shape[1], kv_heads, q.shape[2], block_size),
-        *(q.stride(0), q.stride(1), block_tables.stride(0), max_context_len, window or 0),
+        *(q.stride(0), q.stride(1), block_tables.stride(0), max_context_len, window or 0, k_cache.shape[0]),
     )
     pointers = (tensor.data_ptr() for tensor in (q, k_cache, v_cache, block_tables, context_lens, out))
     failed = native(q.dtype).attention_decode(*pointers, sizes, scale, soft_cap or 0.0, torch.get_num_threads())
     if failed:
+        check_values("attention_decode", call)
         raise MemoryError(f"attention_decode: no memory for the scores of contexts up to {max_context_len} tokens")
 
 
@@ -332,25 +135,7 @@ def _native_takes(query: DecodeQuery) -> str | None:
     return why_not(q)
 
 
-class AttentionDecode(Protocol):
-    """What each implementation is: `attention_decode` after its checks, writing into `out`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        max_context_len: int,
-        out: torch.Tensor,
-    ) -> None: ...
-
-
-IMPLEMENTATIONS: tuple[Implementation[DecodeQuery, AttentionDecode], ...] = (
+IMPLEMENTATIONS: tuple[Implementation[DecodeQuery, Callable[[PagedAttention], None]], ...] = (
     Implementation("native", _native_takes, attention_decode_native),
     Implementation("torch", on_cpu, attention_decode_torch),
     Implementation("triton", by_triton, attention_decode_triton),
@@ -370,6 +155,7 @@ def attention_decode(
     soft_cap: float | None = None,
     max_context_len: int,
     out: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """Attention of one token for each request, which is the last of its context and already in the cache.
@@ -378,34 +164,36 @@ def attention_decode(
         q: [B, H, D], D contiguous; may be a strided view.
         k_cache, v_cache: contiguous [blocks, S, K, D].
         block_tables: [B, N] int32; entries past a request's blocks may name any block of the cache.
-        context_lens: [B] int32, counting the token itself.
-        scale: of the scores, usually D ** -0.5.
+        context_lens: contiguous [B] int32, counting the token itself.
+        scale: of the scores, positive, usually D ** -0.5.
         window: how many of the last positions are seen, the token itself included.
         soft_cap: bound of the scores.
-        max_context_len: at least the longest of `context_lens`.
+        max_context_len: at least the longest of `context_lens`. The only thing on the host that depends on them: a
+            graph that is captured with the longest context ever stays fast when replayed with short ones.
         out: contiguous [B, H, D] to write into; made when absent.
+        counters: zeros, at least [B * K] int32, left zero. With them the Triton kernel needs one launch instead of
+            two. Calls that may run at the same time need their own; those of one stream can share them.
         implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports q.
 
     Raises:
-        TypeError, ValueError: a type, shape or option that does not fit.
+        TypeError, ValueError: a type, shape or option that does not fit; on the CPU also a context above
+            max_context_len, or a block that the cache does not have.
     """
-    check_attention(
-        "attention_decode",
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        max_context_len,
-        window,
-        soft_cap,
-        out,
-    )
-    if context_lens.shape[0] != q.shape[0]:
-        raise ValueError(f"attention_decode: {q.shape[0]} tokens for {context_lens.shape[0]} requests")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    choose(IMPLEMENTATIONS, (q, k_cache), implementation)(
-        q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, max_context_len, out
+    call = PagedAttention(
+        q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, max_context_len, out, counters
     )
+    check_attention("attention_decode", call)
+    requests = context_lens.shape[0]
+    if requests != q.shape[0]:
+        raise ValueError(f"attention_decode: {q.shape[0]} tokens for {requests} requests")
+    if counters is not None and (
+        counters.dtype != torch.int32 or not counters.is_contiguous() or counters.numel() < requests * k_cache.shape[2]
+    ):
+        raise ValueError(
+            f"attention_decode: counters must be contiguous int32 of B * K = {requests * k_cache.shape[2]} "
+            f"or more, got {counters.dtype} {list(counters.shape)}"
+        )
+    choose(IMPLEMENTATIONS, (q, k_cache), implementation)(call)
     return out

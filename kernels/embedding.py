@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from hookline_kernels.packed import embedding_packed, is_packed
+from hookline_kernels.packed import check_ids, embedding_packed, is_packed
+from hookline_kernels.quantized import QuantizedTensor
 
 
 def embedding(ids: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -23,10 +24,16 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> tor
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding: ids must be int32 or int64, got {ids.dtype}")
+    if isinstance(table, QuantizedTensor):
+        raise TypeError("embedding: the table is a QuantizedTensor; give what pack_linear_weight makes of it")
+    if ids.device != table.device:
+        raise ValueError(f"embedding: ids are on {ids.device} and the table on {table.device}")
     if ids.dim() == 1 and is_packed(table):
         return embedding_packed(ids, table, dtype)
     if ids.dim() != 1 or table.dim() != 2:
         raise ValueError(f"embedding: ids [T] and table [V, M] expected, got {list(ids.shape)} and {list(table.shape)}")
     if table.stride(1) == 1:
         return table.index_select(0, ids).to(dtype)
+    if table.is_cpu:
+        check_ids(ids, table.shape[0])
     return table[ids].contiguous().to(dtype)  # of the ways to read scattered columns, the fastest on the CPU

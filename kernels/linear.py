@@ -1,39 +1,42 @@
-"""Linear layer.
+"""Linear layer, and the gated one that begins an MLP.
 
-    y = x weight^T + bias
+    linear:        y = x weight^T + bias
+    linear_gated:  y = f(g) * u   with g and u the halves of x weight^T + bias, gate first
 
-Shapes: x [T, in], weight [out, in], bias [out], y [T, out].
+Shapes: x [T, in], weight [out, in], bias [out], y [T, out], gated [T, out / 2].
 
 On the CPU most weights are best stored column-major (`pack_linear_weight` knows which): the matrix product then streams
 them in their own order whatever T is. 16-bit types on a CPU without matrix instructions for them are multiplied in
 fp32, a panel of the weight at a time; for a few tokens torch's own dot products are faster. Quantised weights stay so
-(`packed.py`) where the native kernels run. On a GPU the product is the vendor library's.
+(`packed.py`) where the native kernels run. On a GPU products of few tokens have a kernel of their own
+(`linear_small.py`) where the table of `tuning.py` says that it is faster; the others are the vendor library's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-from hookline_kernels.implementations import Implementation, choose
-from hookline_kernels.native import LANES, native, why_not
+from hookline_kernels.activation import GATED_ACTIVATIONS, gated_activation
+from hookline_kernels.implementations import Implementation, anywhere, choose
+from hookline_kernels.linear_small import GATED_CODES, MAX_TOKENS, linear_gated_small, linear_small
+from hookline_kernels.native import LANES, has_native_16bit_products, native, why_not, why_not_on
 from hookline_kernels.packed import (
-    TILE,
+    PANEL,
+    bits_of,
     is_packed,
     linear_packed_native,
     linear_packed_panels,
     pack,
     packed_bits,
     unpack,
+    unpacked_shape,
     why_unpacked,
 )
-from hookline_kernels.quantized import GROUP, QuantizedTensor
-
-# Columns of a weight that are converted at a time: their fp32 copy should stay in the second and third level caches.
-PANEL = 3072
+from hookline_kernels.quantized import QuantizedTensor
+from hookline_kernels.tuning import configuration
 
 # Up to so many tokens torch's 16-bit dot products beat the conversion of the weight.
 DIRECT_TOKENS = 3
@@ -45,7 +48,8 @@ NATIVE_TOKENS, NATIVE_TOKENS_BF16, NATIVE_TOKENS_OWN_BF16, NATIVE_TOKENS_PACKED 
 # Columns of the weight that a thread of the native kernel takes at a time, and sums that it keeps for them.
 MIN_TILE, MAX_TILE, TILE_SUMS = 96, 1536, 6144
 
-LinearInput = tuple[torch.Tensor, torch.Tensor]
+# x, weight, and whether the answer is wide: not where it is left out.
+LinearInput = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, bool]
 
 
 def pack_linear_weight(
@@ -65,8 +69,10 @@ def pack_linear_weight(
     if weight.dim() != 2:
         raise ValueError(f"pack_linear_weight: weight [out, in] expected, got {list(weight.shape)}")
     device, dtype = device or weight.device, dtype or weight.dtype
-    if isinstance(weight, QuantizedTensor) and why_unpacked(weight.shape, device, dtype) is None:
-        return pack(weight)
+    if isinstance(weight, QuantizedTensor):
+        if why_unpacked(weight.shape, device, dtype) is None:
+            return pack(weight)
+        weight = weight.values()
     weight = weight.to(device=device, dtype=dtype)
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return weight.contiguous()
@@ -74,12 +80,15 @@ def pack_linear_weight(
     return weight.contiguous() if by_rows else weight.t().contiguous().t()
 
 
-@cache
-def has_native_16bit_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` by instructions of its own."""
-    capabilities = torch.cpu.get_capabilities()
-    names = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if dtype == torch.bfloat16 else ("amx_fp16", "avx512_fp16")
-    return any(bool(capabilities.get(name, False)) for name in names)
+def unpack_linear_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A packed weight as `linear` likes it best where it lies now; any other tensor as it is.
+
+    What was packed on one machine may come to another that has no native kernels, where each product would multiply all
+    of it out: there it becomes the values [out, in] in `dtype`.
+    """
+    if not is_packed(weight) or bits_of(weight.shape) is None or why_not_on(weight.device, dtype) is None:
+        return weight
+    return pack_linear_weight(unpack(weight), weight.device, dtype)
 
 
 def linear_direct(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
@@ -123,6 +132,14 @@ def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return y
 
 
+def linear_tuned(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
+    """For few tokens on a GPU, as the table says."""
+    config = configuration(x, weight, "wide" if wide else "plain")
+    if config is None:
+        raise ValueError("linear_tuned: the library is this shape's choice")
+    return linear_small(x, weight, bias, wide, config)
+
+
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """The formula in fp32."""
     weight = unpack(weight) if is_packed(weight) else weight
@@ -131,7 +148,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def _native_takes(query: LinearInput) -> str | None:
-    x, weight = query
+    x, weight = query[:2]
     most = NATIVE_TOKENS
     if x.dtype == torch.bfloat16:
         most = NATIVE_TOKENS_OWN_BF16 if has_native_16bit_products(x.dtype) else NATIVE_TOKENS_BF16
@@ -143,7 +160,7 @@ def _native_takes(query: LinearInput) -> str | None:
 
 
 def _packed_native_takes(query: LinearInput) -> str | None:
-    x, weight = query
+    x, weight = query[:2]
     if not is_packed(weight):
         return "it is for packed weights"
     if not 0 < x.shape[0] <= NATIVE_TOKENS_PACKED or not x.is_contiguous():
@@ -152,12 +169,12 @@ def _packed_native_takes(query: LinearInput) -> str | None:
 
 
 def _packed_panels_takes(query: LinearInput) -> str | None:
-    _, weight = query
-    return why_not(torch.empty(0, device=weight.device)) if is_packed(weight) else "it is for packed weights"
+    weight = query[1]
+    return why_not_on(weight.device, torch.float32) if is_packed(weight) else "it is for packed weights"
 
 
 def _upcast_pays(query: LinearInput) -> str | None:
-    x, weight = query
+    x, weight = query[:2]
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16) or is_packed(weight):
         return "it is for 16-bit types on the CPU"
     if has_native_16bit_products(x.dtype):
@@ -166,6 +183,19 @@ def _upcast_pays(query: LinearInput) -> str | None:
     if x.shape[0] <= DIRECT_TOKENS and not scattered:
         return f"with {x.shape[0]} tokens converting the weight costs more than it saves"
     return None
+
+
+def _small_takes(query: LinearInput) -> str | None:
+    return _few_tokens(query[0], query[1], "wide" if len(query) == 3 and query[2] else "plain")
+
+
+def _few_tokens(x: torch.Tensor, weight: torch.Tensor, kind: str) -> str | None:
+    """Why the kernel for few tokens on a GPU is not for this product."""
+    if not x.is_cuda or not 0 < x.shape[0] <= MAX_TOKENS:
+        return f"it is for 1 to {MAX_TOKENS} tokens on a GPU"
+    if is_packed(weight) or weight.stride(1) != 1 or x.stride(1) != 1:
+        return "the rows of x or of the weight do not lie together"
+    return "the library was faster, or nobody measured" if configuration(x, weight, kind) is None else None
 
 
 def _direct_takes(query: LinearInput) -> str | None:
@@ -183,6 +213,7 @@ IMPLEMENTATIONS: tuple[Implementation[LinearInput, Linear], ...] = (
     Implementation("native", _native_takes, linear_native),
     Implementation("packed_panels", _packed_panels_takes, linear_packed_panels),
     Implementation("upcast", _upcast_pays, linear_upcast),
+    Implementation("small", _small_takes, linear_tuned),
     Implementation("direct", _direct_takes, linear_direct),
     Implementation("reference", _always, linear_reference),
 )
@@ -207,10 +238,79 @@ def linear(
     Raises:
         TypeError, ValueError: a type or shape that does not fit.
     """
+    _checked_columns(x, weight, bias)
+    return choose(IMPLEMENTATIONS, (x, weight, wide), implementation)(x, weight, bias, wide)
+
+
+GatedInput = tuple[torch.Tensor, torch.Tensor, str]
+
+
+def _fused_takes(query: GatedInput) -> str | None:
+    x, weight, activation = query
+    if GATED_ACTIVATIONS[activation] not in GATED_CODES:
+        return f"it has no {activation}"
+    return _few_tokens(x, weight, "gated")
+
+
+def linear_gated_fused(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """For few tokens on a GPU, as the table says: the activation is in the product's kernel."""
+    config = configuration(x, weight, "gated")
+    if config is None:
+        raise ValueError("linear_gated_fused: the library is this shape's choice")
+    return linear_gated_small(x, weight, bias, GATED_ACTIVATIONS[activation], config)
+
+
+def linear_then_gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """Two steps, with the sums rounded to x's type between them."""
+    return gated_activation(linear(x, weight, bias), activation)
+
+
+LinearGated = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+
+GATED_IMPLEMENTATIONS: tuple[Implementation[GatedInput, LinearGated], ...] = (
+    Implementation("fused", _fused_takes, linear_gated_fused),
+    Implementation("two_steps", anywhere, linear_then_gated),
+)
+
+
+def linear_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    *,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """f(gate) * up, whose sums are x [T, in] times weight [2F, in] transposed, plus bias [2F]: [T, F].
+
+    Args:
+        x, weight, bias: as for `linear`; the weight's gate rows stand above its up rows.
+        activation: a name of `activation.GATED_ACTIVATIONS`.
+        implementation: a name of `GATED_IMPLEMENTATIONS`; by default the first that supports the call.
+
+    Raises:
+        TypeError, ValueError: a type or shape that does not fit, or a name that is not known.
+    """
+    columns = _checked_columns(x, weight, bias)
+    if columns % 2:
+        raise ValueError(f"linear_gated: weight must have gate and up rows, got {columns} rows")
+    if activation not in GATED_ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; known are {', '.join(sorted(GATED_ACTIVATIONS))}")
+    return choose(GATED_IMPLEMENTATIONS, (x, weight, activation), implementation)(x, weight, bias, activation)
+
+
+def _checked_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
+    """The weight's `out`, packed or not."""
+    if isinstance(weight, QuantizedTensor):
+        raise TypeError("linear: the weight is a QuantizedTensor; give what pack_linear_weight makes of it")
     packed = is_packed(weight)
     if packed:
         packed_bits(weight)
-        columns, inner = weight.shape[0] * TILE, weight.shape[1] * GROUP
+        columns, inner = unpacked_shape(weight.shape)
     elif weight.dim() == 2:
         columns, inner = weight.shape
     if x.dim() != 2 or (weight.dim() != 2 and not packed) or x.shape[1] != inner:
@@ -223,6 +323,14 @@ def linear(
             f"linear: x, weight and bias must be of one type, got {x.dtype}, {weight.dtype}"
             + ("" if bias is None else f", {bias.dtype}")
         )
-    if bias is not None and bias.shape != (columns,):
-        raise ValueError(f"linear: bias {list(bias.shape)} does not fit weight [{columns}, {inner}]")
-    return choose(IMPLEMENTATIONS, (x, weight), implementation)(x, weight, bias, wide)
+    if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
+        raise ValueError(
+            f"linear: bias {list(bias.shape)} with strides {list(bias.stride())} does not fit weight "
+            f"[{columns}, {inner}]: contiguous [{columns}] is expected"
+        )
+    if x.device != weight.device or (bias is not None and bias.device != x.device):
+        raise ValueError(
+            f"linear: x is on {x.device} and weight on {weight.device}"
+            + ("" if bias is None else f", bias on {bias.device}")
+        )
+    return int(columns)

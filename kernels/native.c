@@ -104,19 +104,57 @@ void silu_and_mul(const element *x, element *y, long rows, long size, long x_str
     }
 }
 
+/* y = the head x with its pairs turned: halves of 2 half elements, or neighbours. What follows them in y is left alone.
+ * x and y may be one. */
+static inline void turn(const element *x, element *y, const float *cos, const float *sin, long half, int interleaved) {
+    long i = 0, apart = interleaved ? 1 : half, step = interleaved ? 2 : 1;
+    if (!interleaved)
+        for (; i + W <= half; i += W) {
+            vec c = *(const vec *)(cos + i), s = *(const vec *)(sin + i);
+            vec a = load(x + i), b = load(x + half + i);
+            store(y + i, a * c - b * s);
+            store(y + half + i, b * c + a * s);
+        }
+    for (; i < half; i++) {
+        float a = get(x + i * step), b = get(x + i * step + apart);
+        put(y + i * step, a * cos[i] - b * sin[i]);
+        put(y + i * step + apart, b * cos[i] + a * sin[i]);
+    }
+}
+
 /* Turns the halves of each head of x [T, heads, ...] in place; cos and sin [T, half]. */
 void rotary(element *x, const float *cos, const float *sin, long tokens, long heads, long half, long token_stride,
             long head_stride) {
     for (long t = 0; t < tokens; t++)
         for (long h = 0; h < heads; h++) {
-            element *a = x + t * token_stride + h * head_stride, *b = a + half;
-            for (long i = 0; i < half; i += W) {
-                vec c = *(vec *)(cos + t * half + i), s = *(vec *)(sin + t * half + i);
-                vec first = load(a + i), second = load(b + i);
-                store(a + i, first * c - second * s);
-                store(b + i, second * c + first * s);
-            }
+            element *head = x + t * token_stride + h * head_stride;
+            turn(head, head, cos + t * half, sin + t * half, half, 0);
         }
+}
+
+/* qkv [T, heads + 2 kv_heads, size]: turns the query heads in place; k_cache[slots[t]] = turned key heads and
+ * v_cache[slots[t]] = value heads, where slots[t] is not negative. Answers -1, or the first token whose slot lies past
+ * the cache, and then nothing is written. One thread: a thousand tokens take less than waking a second one may. */
+long rotary_cache_write(element *qkv, const float *cos, const float *sin, element *k_cache, element *v_cache,
+                        const int64_t *slots, long tokens, long heads, long kv_heads, long size, long half,
+                        long token_stride, long capacity, int interleaved) {
+    for (long t = 0; t < tokens; t++)
+        if (slots[t] >= capacity) return t;
+    long width = kv_heads * size;
+    for (long t = 0; t < tokens; t++) {
+        const float *c = cos + t * half, *s = sin + t * half;
+        element *q = qkv + t * token_stride, *k = q + heads * size;
+        for (long h = 0; h < heads; h++) turn(q + h * size, q + h * size, c, s, half, interleaved);
+        if (slots[t] < 0) continue;
+        element *entry = k_cache + slots[t] * width;
+        for (long h = 0; h < kv_heads; h++) {
+            turn(k + h * size, entry + h * size, c, s, half, interleaved);
+            long rest = h * size + 2 * half;
+            memcpy(entry + rest, k + rest, (size - 2 * half) * sizeof(element));
+        }
+        memcpy(v_cache + slots[t] * width, k + width, width * sizeof(element));
+    }
+    return -1;
 }
 
 /* cache[slots[t]] = value[t], entries of `width` elements; a negative slot is padding. Answers -1, or the first token

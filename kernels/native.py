@@ -1,7 +1,7 @@
 """Compiles the native kernels (C) for this machine's CPU, and loads them: the `native` rows of the kernels' tables.
 
-Each element type has a library of its own, built by the machine's C compiler when it is first asked for, about a second
-each, and kept in Triton's cache beside Triton's own. Where there is no compiler, the tables fall back to torch.
+Each element type has a library of its own, built by the machine's C compiler when it is first asked for, which takes a
+few seconds, and kept in Triton's cache beside Triton's own. Where there is no compiler, the tables fall back to torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ LANES = 16
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-fPIC")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 _SECONDS = 120
+_PRODUCTS = {
+    torch.bfloat16: ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16"),
+    torch.float16: ("amx_fp16", "avx512_fp16"),
+}
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
@@ -36,6 +40,7 @@ _SIGNATURES = {
     "rms_norm": (None, [*[_pointer] * 4, *[_long] * 3, _float]),
     "silu_and_mul": (None, [*[_pointer] * 2, *[_long] * 3, _int]),
     "rotary": (None, [*[_pointer] * 3, *[_long] * 5]),
+    "rotary_cache_write": (_long, [*[_pointer] * 6, *[_long] * 7, _int]),
     "attention_decode": (_int, [*[_pointer] * 7, _float, _float, _int]),
     "attention_prefill": (_int, [*[_pointer] * 8, _float, _float, _int]),
     "cache_write": (_long, [*[_pointer] * 3, *[_long] * 4]),
@@ -64,7 +69,19 @@ def native(dtype: torch.dtype) -> ctypes.CDLL:
 
 def why_not(x: torch.Tensor) -> str | None:
     """Why native kernels cannot take tensors like x; None where they can."""
-    return load(x.dtype).reason if x.is_cpu else f"it is for the CPU and the tensor is on {x.device}"
+    return why_not_on(x.device, x.dtype)
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why native kernels cannot take tensors of `dtype` on `device`; None where they can."""
+    return load(dtype).reason if device.type == "cpu" else f"it is for the CPU and the tensor is on {device}"
+
+
+@cache
+def has_native_16bit_products(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` by instructions of its own; never for a type of another width."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name, False)) for name in _PRODUCTS.get(dtype, ()))
 
 
 @cache

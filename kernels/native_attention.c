@@ -68,24 +68,46 @@ static void attend(const struct head *h, float *scores) {
     for (long i = 0; i < h->group * h->size; i += W) store(h->out + i, *(vec *)(total + i));
 }
 
+/* What an attention kernel answers where it does not answer 0. */
+#define NO_MEMORY 1
+#define UNSOUND 2
+
+/* Whether a request's numbers can be followed: its context, `rows` of it new, is not above `most`, and its blocks from
+ * that of position `start` on are some of the cache's. */
+static int is_sound(const int32_t *table, long context, long rows, long start, long most, long block_size,
+                    long blocks) {
+    if (rows < 0 || context < rows || context > most) return 0;
+    for (long i = start / block_size; i * block_size < context; i++)
+        if (table[i] < 0 || table[i] >= blocks) return 0;
+    return 1;
+}
+
+static inline long first_seen(long position, long window) {
+    return window > 0 && position + 1 > window ? position + 1 - window : 0;
+}
+
 /* out [B, H, D] of q [B, H, D] against the paged caches [blocks, S, K, D]; a context of 0 gives zeros.
- * sizes: B, H, K, D, S, stride of a query token, of a query head, of a block table, the longest context, the window or 0.
- * Answers 1 where there is no memory for the scores, else 0. */
+ * sizes: B, H, K, D, S, stride of a query token, of a query head, of a block table, the longest context, the window or 0,
+ * blocks of a cache. Answers UNSOUND before anything is read or written. */
 int attention_decode(const element *q, const element *k_cache, const element *v_cache, const int32_t *tables,
                      const int32_t *contexts, element *out, const int64_t *sizes, float scale, float soft_cap,
                      int threads) {
     long heads = sizes[1], kv_heads = sizes[2], size = sizes[3], window = sizes[9], failed = 0;
     long group = heads / kv_heads, items = sizes[0] * kv_heads;
+    for (long b = 0; b < sizes[0]; b++)
+        if (!is_sound(tables + b * sizes[7], contexts[b], 0, first_seen(contexts[b] - 1, window), sizes[8], sizes[4],
+                      sizes[10]))
+            return UNSOUND;
     if (items * group * size * sizes[8] < 32768) threads = 1; /* waking a thread would cost more */
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : failed)
     for (long item = 0; item < items; item++) {
         long request = item / kv_heads, kv_head = item % kv_heads, context = contexts[request];
         element *result = out + (request * heads + kv_head * group) * size;
-        if (context <= 0) {
+        if (context == 0) {
             memset(result, 0, group * size * sizeof(element));
             continue;
         }
-        long start = window > 0 && context > window ? context - window : 0;
+        long start = first_seen(context - 1, window);
         float *scratch = malloc(group * (context - start + W + size) * sizeof(float));
         if (!scratch) {
             failed++;
@@ -97,35 +119,51 @@ int attention_decode(const element *q, const element *k_cache, const element *v_
         attend(&h, scratch);
         free(scratch);
     }
-    return failed > 0;
+    return failed ? NO_MEMORY : 0;
 }
 
-#define ROWS 32  /* tokens of a head that are attended with at a time */
-#define KEYS 256 /* positions whose scores are held at a time */
+#define ROWS 32  /* rows whose scores are held at a time: a row is a query head of a token */
+#define KEYS 256 /* positions that are held at a time */
 #define LINE 32  /* keys that lie side by side once packed */
-#define STEP 8   /* tokens whose scores are in registers */
-#define MOST 256 /* largest head size */
+#define STEP 8   /* rows whose scores are in registers */
+#define MOST 256 /* rows of a key-value head that one thread takes, for which it packs the keys once */
 
-/* What the threads share of one key-value head: keys [positions / LINE, D, LINE] and values [positions, D] of the
- * positions from `start` on, as floats, padded with zeros. */
-struct context {
-    float *keys, *values;
-    long start, end, size, window;
-    float soft_cap;
+/* Some tokens of one request with all query heads of one key-value head. A token's rows lie side by side: row r is head
+ * r % group of token r / group, which is at `position` + r / group. */
+struct part {
+    struct head head; /* of the first token */
+    long rows, position, window, token_stride, out_stride;
 };
 
-static void pack_context(const struct context *c, const element *keys, const element *values, const int32_t *table,
-                         long block_size, long slot_stride) {
-    long count = c->end - c->start, padded = (count + LINE - 1) / LINE * LINE;
-    memset(c->keys + count / LINE * LINE * c->size, 0, (padded - count / LINE * LINE) * c->size * sizeof(float));
-    memset(c->values + count * c->size, 0, (padded - count) * c->size * sizeof(float));
-    for (long i = 0; i < count; i++) {
-        long position = c->start + i;
-        long slot = (long)table[position / block_size] * block_size + position % block_size;
-        const element *key = keys + slot * slot_stride;
-        float *column = c->keys + i / LINE * LINE * c->size + i % LINE;
-        for (long d = 0; d < c->size; d++) column[d * LINE] = get(key + d);
-        copy_in(c->values + i * c->size, values + slot * slot_stride, c->size);
+/* What a thread works in: keys [KEYS / LINE, D, LINE] and values [KEYS, D] of some positions, as floats; for each row its
+ * query [D], what it sums up [D], and the maximum and sum of its weights so far. One piece of memory, which `keys` begins. */
+struct scratch {
+    float *keys, *values, *queries, *total, *top, *sum;
+};
+
+/* Room for `keys` positions and `rows` rows; all null where there is no memory. */
+static struct scratch make_scratch(long keys, long rows, long size) {
+    float *memory = malloc((2 * (keys + rows) * size + 2 * rows) * sizeof(float));
+    if (!memory) return (struct scratch){};
+    float *queries = memory + 2 * keys * size, *top = queries + 2 * rows * size;
+    return (struct scratch){memory, memory + keys * size, queries, queries + rows * size, top, top + rows};
+}
+
+/* The keys and values of `count` positions from `first` on, with zeros for those below `lowest` and up to a whole line. */
+static void pack_keys(const struct head *h, const struct scratch *s, long first, long count, long lowest) {
+    long size = h->size, padded = (count + LINE - 1) / LINE * LINE;
+    for (long i = 0; i < padded; i++) {
+        float *column = s->keys + i / LINE * LINE * size + i % LINE, *row = s->values + i * size;
+        if (first + i < lowest || i >= count) {
+            for (long d = 0; d < size; d++) column[d * LINE] = 0;
+            memset(row, 0, size * sizeof(float));
+            continue;
+        }
+        long entry = entry_of(h, first + i);
+        fetch_ahead(h, h->keys + entry);
+        fetch_ahead(h, h->values + entry);
+        for (long d = 0; d < size; d++) column[d * LINE] = get(h->keys + entry + d);
+        copy_in(row, h->values + entry, size);
     }
 }
 
@@ -163,106 +201,134 @@ static inline __attribute__((always_inline)) void add_values(const float *weight
 
 /* The scores of one row for the positions from `first` on become weights; the row's sums so far are brought to the new
  * maximum. `position` is the row's own. */
-static void weigh(const struct context *c, float *scores, float *total, float *top, float *sum, long first, long count,
+static void weigh(const struct part *p, float *scores, float *total, float *top, float *sum, long first, long count,
                   long position) {
-    long lowest = c->window > 0 && position - c->window + 1 > first ? position - c->window + 1 - first : 0;
-    long above = position + 1 - first < count ? position + 1 - first : count; /* past the last that is seen */
+    long lowest = first_seen(position, p->window) - first, above = position + 1 - first;
+    float soft_cap = p->head.soft_cap;
+    lowest = lowest > 0 ? lowest : 0;
+    above = above < count ? above : count; /* past the last that is seen */
     if (above <= lowest) {
         memset(scores, 0, count * sizeof(float));
         return;
     }
-    if (c->soft_cap > 0)
-        for (long p = 0; p < count; p += W) { /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
-            vec *x = (vec *)(scores + p);
-            *x = c->soft_cap - 2 * c->soft_cap / (exp_of(*x * (2 / c->soft_cap)) + 1.0f);
+    if (soft_cap > 0)
+        for (long i = 0; i < count; i += W) { /* tanh(x) = 1 - 2 / (exp(2 x) + 1) */
+            vec *x = (vec *)(scores + i);
+            *x = soft_cap - 2 * soft_cap / (exp_of(*x * (2 / soft_cap)) + 1.0f);
         }
-    for (long p = 0; p < lowest; p++) scores[p] = -INFINITY;
-    for (long p = above; p < count; p++) scores[p] = -INFINITY;
+    for (long i = 0; i < lowest; i++) scores[i] = -INFINITY;
+    for (long i = above; i < count; i++) scores[i] = -INFINITY;
     vec highest = *(vec *)scores;
-    for (long p = W; p < count; p += W) highest = choose(*(vec *)(scores + p) > highest, *(vec *)(scores + p), highest);
+    for (long i = W; i < count; i += W) highest = choose(*(vec *)(scores + i) > highest, *(vec *)(scores + i), highest);
     float new_top = *top;
     for (int i = 0; i < W; i++) new_top = highest[i] > new_top ? highest[i] : new_top;
     vec added = (vec){};
-    for (long p = 0; p < count; p += W) {
-        vec weight = exp_of(*(vec *)(scores + p) - new_top);
-        *(vec *)(scores + p) = weight;
+    for (long i = 0; i < count; i += W) {
+        vec weight = exp_of(*(vec *)(scores + i) - new_top);
+        *(vec *)(scores + i) = weight;
         added += weight;
     }
     float factor = exp_of(splat(*top - new_top))[0];
     *sum = *sum * factor + sum_of(added);
     *top = new_top;
-    for (long d = 0; d < c->size; d += W) *(vec *)(total + d) *= factor;
+    for (long d = 0; d < p->head.size; d += W) *(vec *)(total + d) *= factor;
 }
 
-/* out rows, `out_stride` apart, of q rows, `q_stride` apart, whose first is at `position`. */
-static void attend_rows(const struct context *c, const element *q, element *out, long rows, long position,
-                        long q_stride, long out_stride, float scale) {
-    float queries[ROWS * MOST] __attribute__((aligned(64))), total[ROWS * MOST] __attribute__((aligned(64)));
-    float scores[ROWS * KEYS] __attribute__((aligned(64))), top[ROWS], sum[ROWS];
-    long size = c->size, padded = (rows + STEP - 1) / STEP * STEP;
-    memset(queries, 0, padded * size * sizeof(float));
-    memset(total, 0, padded * size * sizeof(float));
-    for (long r = 0; r < rows; r++) {
-        for (long d = 0; d < size; d += W) *(vec *)(queries + r * size + d) = load(q + r * q_stride + d) * scale;
-        top[r] = -INFINITY;
-        sum[r] = 0;
+/* Adds the packed positions from `first` on, `count` of them, to ROWS rows of a part or what there is from row `r` on. */
+static void add_keys(const struct part *p, const struct scratch *s, long r, long first, long count) {
+    float scores[ROWS * KEYS] __attribute__((aligned(64)));
+    long size = p->head.size, group = p->head.group, rows = p->rows - r < ROWS ? p->rows - r : ROWS;
+    long last = p->position + (r + rows - 1) / group, padded = (rows + STEP - 1) / STEP * STEP;
+    if (last < first || first + count <= first_seen(p->position + r / group, p->window)) return;
+    count = last + 1 - first < count ? last + 1 - first : count;
+    count = (count + LINE - 1) / LINE * LINE;
+    for (long i = 0; i < padded; i += STEP)
+        for (long k = 0; k < count; k += LINE)
+            score_line(s->queries + (r + i) * size, s->keys + k * size, scores + i * KEYS + k, size);
+    for (long i = 0; i < rows; i++)
+        weigh(p, scores + i * KEYS, s->total + (r + i) * size, s->top + r + i, s->sum + r + i, first, count,
+              p->position + (r + i) / group);
+    for (long i = 0; i < padded; i += 4) {
+        float *total = s->total + (r + i) * size;
+        long d = 0;
+        for (; d + 4 * W <= size; d += 4 * W)
+            add_values(scores + i * KEYS, s->values + d, total + d, count, size, 4);
+        for (; d < size; d += W) add_values(scores + i * KEYS, s->values + d, total + d, count, size, 1);
     }
-    long begin = c->window > 0 && position - c->window + 1 > c->start ? position - c->window + 1 : c->start;
-    begin = c->start + (begin - c->start) / LINE * LINE;
-    for (long first = begin; first < position + rows; first += KEYS) {
-        long count = position + rows - first < KEYS ? position + rows - first : KEYS;
-        count = (count + LINE - 1) / LINE * LINE;
-        for (long r = 0; r < padded; r += STEP)
-            for (long p = 0; p < count; p += LINE)
-                score_line(queries + r * size, c->keys + (first - c->start + p) * size, scores + r * KEYS + p, size);
-        for (long r = 0; r < rows; r++)
-            weigh(c, scores + r * KEYS, total + r * size, top + r, sum + r, first, count, position + r);
-        const float *values = c->values + (first - c->start) * size;
-        for (long r = 0; r < padded; r += 4) {
-            long d = 0;
-            for (; d + 4 * W <= size; d += 4 * W)
-                add_values(scores + r * KEYS, values + d, total + r * size + d, count, size, 4);
-            for (; d < size; d += W) add_values(scores + r * KEYS, values + d, total + r * size + d, count, size, 1);
-        }
+}
+
+/* All rows of a part. Positions are taken KEYS at a time, counted from 0: so a row's sums do not depend on which other
+ * rows are in its part. */
+static void attend_part(const struct part *p, const struct scratch *s) {
+    const struct head *h = &p->head;
+    long size = h->size, group = h->group, padded = (p->rows + STEP - 1) / STEP * STEP;
+    memset(s->queries, 0, padded * size * sizeof(float));
+    memset(s->total, 0, padded * size * sizeof(float));
+    for (long r = 0; r < p->rows; r++) {
+        const element *q = h->q + r / group * p->token_stride + r % group * h->q_stride;
+        for (long d = 0; d < size; d += W) *(vec *)(s->queries + r * size + d) = load(q + d) * h->scale;
+        s->top[r] = -INFINITY;
+        s->sum[r] = 0;
     }
-    for (long r = 0; r < rows; r++)
-        for (long d = 0; d < size; d += W) store(out + r * out_stride + d, *(vec *)(total + r * size + d) / sum[r]);
+    for (long first = h->start / KEYS * KEYS; first < h->context; first += KEYS) {
+        long count = h->context - first < KEYS ? h->context - first : KEYS;
+        pack_keys(h, s, first, count, h->start);
+        for (long r = 0; r < p->rows; r += ROWS) add_keys(p, s, r, first, count);
+    }
+    for (long r = 0; r < p->rows; r++) {
+        element *out = h->out + r / group * p->out_stride + r % group * size;
+        for (long d = 0; d < size; d += W) store(out + d, *(vec *)(s->total + r * size + d) / s->sum[r]);
+    }
+}
+
+/* Tokens that a thread takes at a time: with few of them its keys are packed often, with many some threads have none. */
+static long tokens_of_part(long tokens, long group, long kv_heads, long threads) {
+    long parts = (2 * threads + kv_heads - 1) / kv_heads, each = (tokens + parts - 1) / parts;
+    long least = (ROWS + group - 1) / group, most = MOST / group;
+    each = each < least ? least : each;
+    return each < most ? each : most > 0 ? most : 1;
 }
 
 /* out [T, H, D] of q [T, H, D] against the paged caches [blocks, S, K, D]; request b has the rows starts[b] to
  * starts[b + 1], which are the last of its context. sizes: B, H, K, D, S, stride of a query token, of a query head, of a
- * block table, the window or 0. Answers 1 where there is no memory for a context in floats, else 0. */
+ * block table, the longest context, the window or 0, blocks of a cache, T. Answers UNSOUND before anything is read or
+ * written. */
 int attention_prefill(const element *q, const element *k_cache, const element *v_cache, const int32_t *tables,
                       const int32_t *starts, const int32_t *contexts, element *out, const int64_t *sizes, float scale,
                       float soft_cap, int threads) {
-    long heads = sizes[1], kv_heads = sizes[2], size = sizes[3], window = sizes[8], group = heads / kv_heads;
-    for (long request = 0; request < sizes[0]; request++) {
-        long rows = starts[request + 1] - starts[request], before = contexts[request] - rows;
-        if (rows <= 0) continue;
-        long lowest = window > 0 && before - window + 1 > 0 ? before - window + 1 : 0;
-        long padded = (contexts[request] - lowest + LINE - 1) / LINE * LINE, blocks = (rows + ROWS - 1) / ROWS;
-        float *memory = aligned_alloc(64, 2 * kv_heads * padded * size * sizeof(float));
-        if (!memory) return 1;
-#pragma omp parallel num_threads(threads) if (rows * contexts[request] > 256)
-        {
-#pragma omp for schedule(static)
-            for (long head = 0; head < kv_heads; head++) {
-                float *keys = memory + 2 * head * padded * size;
-                struct context c = {keys, keys + padded * size, lowest, contexts[request], size, window, soft_cap};
-                pack_context(&c, k_cache + head * size, v_cache + head * size, tables + request * sizes[7], sizes[4],
-                             kv_heads * size);
-            }
-#pragma omp for schedule(dynamic)
-            for (long item = heads * blocks - 1; item >= 0; item--) { /* the long rows first */
-                long head = item % heads, block = item / heads, row = block * ROWS;
-                float *keys = memory + 2 * (head / group) * padded * size;
-                struct context c = {keys, keys + padded * size, lowest, contexts[request], size, window, soft_cap};
-                long count = rows - row < ROWS ? rows - row : ROWS, token = starts[request] + row;
-                attend_rows(&c, q + token * sizes[5] + head * sizes[6], out + (token * heads + head) * size, count,
-                            before + row, sizes[5], heads * size, scale);
-            }
-        }
-        free(memory);
+    long heads = sizes[1], kv_heads = sizes[2], size = sizes[3], window = sizes[9], group = heads / kv_heads;
+    long failed = 0;
+    for (long b = 0; b < sizes[0]; b++) {
+        long rows = (long)starts[b + 1] - starts[b];
+        if (!is_sound(tables + b * sizes[7], contexts[b], rows, first_seen(contexts[b] - rows, window), sizes[8],
+                      sizes[4], sizes[10]))
+            return UNSOUND;
     }
-    return 0;
+    if (starts[0] != 0 || starts[sizes[0]] != sizes[11]) return UNSOUND;
+    for (long b = 0; b < sizes[0]; b++) {
+        long tokens = starts[b + 1] - starts[b], before = contexts[b] - tokens;
+        if (tokens == 0) continue;
+        long each = tokens_of_part(tokens, group, kv_heads, threads), parts = (tokens + each - 1) / each;
+        long keys = contexts[b] < KEYS ? (contexts[b] + LINE - 1) / LINE * LINE : KEYS;
+#pragma omp parallel num_threads(threads) reduction(+ : failed) if (tokens * contexts[b] > 256)
+        {
+            struct scratch s = make_scratch(keys, (each < tokens ? each : tokens) * group + STEP, size);
+            if (!s.keys) failed++;
+#pragma omp for schedule(dynamic)
+            for (long item = kv_heads * parts - 1; item >= 0; item--) { /* the long contexts first */
+                if (!s.keys) continue;
+                long kv_head = item % kv_heads, first = item / kv_heads * each, token = starts[b] + first;
+                long count = tokens - first < each ? tokens - first : each, position = before + first;
+                long row = kv_head * group;
+                struct part p = {{q + token * sizes[5] + row * sizes[6], k_cache + kv_head * size,
+                                  v_cache + kv_head * size, tables + b * sizes[7], out + (token * heads + row) * size,
+                                  sizes[6], group, size, sizes[4], kv_heads * size, first_seen(position, window),
+                                  position + count, scale, soft_cap},
+                                 count * group, position, window, sizes[5], heads * size};
+                attend_part(&p, &s);
+            }
+            free(s.keys);
+        }
+    }
+    return failed ? NO_MEMORY : 0;
 }

@@ -1,6 +1,6 @@
 /* Products with weights that keep 4 or 8 bits a value and are multiplied out in registers.
  *
- * quantized.py packs a weight [columns, inner] into blocks of TILE columns by GROUP rows, all blocks of a tile in a row:
+ * packed.py packs a weight [columns, inner] into blocks of TILE columns by GROUP rows, all blocks of a tile in a row:
  * for each column a scale (fp16), with 4 bits also an offset (fp16), then codes in words of 32 bits. A word holds
  * 32 / bits rows of one column, the first in its lowest bits; the words of a block go by rows, then by columns.
  * value = code * scale + offset; codes of 4 bits count from 0, codes of 8 bits have a sign and no offset.
@@ -106,8 +106,8 @@ int linear_packed(const element *x, const uint8_t *weight, const element *bias, 
     return 0;
 }
 
-/* values [inner, tiles * TILE] of some tiles that lie together, as floats. */
-void unpack(const uint8_t *weight, float *values, long tiles, long inner, int bits, int threads) {
+/* values [inner, tiles * TILE] of some tiles that lie together. */
+void unpack(const uint8_t *weight, element *values, long tiles, long inner, int bits, int threads) {
     const long bytes = block_bytes(bits), columns = tiles * TILE;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < tiles; t++)
@@ -119,7 +119,7 @@ void unpack(const uint8_t *weight, float *values, long tiles, long inner, int bi
                     vec part[DEPTH];
                     values_of(block, &s, bits, i, side, part);
                     for (int j = 0; j < DEPTH; j++)
-                        *(vec *)(values + (k + i + j) * columns + t * TILE + side * W) = part[j];
+                        store(values + (k + i + j) * columns + t * TILE + side * W, part[j]);
                 }
         }
 }

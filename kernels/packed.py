@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from hookline_kernels.native import native, why_not
+from hookline_kernels.native import has_native_16bit_products, native, why_not_on
 from hookline_kernels.quantized import GROUP, QuantizedTensor
 
 # Columns that lie together.
 TILE = 32
 
-# Columns that are multiplied out at a time: their fp32 values should stay in the second and third level caches.
+# Columns whose values are multiplied out or converted at a time: in fp32 they should stay in the second and third level
+# caches.
 PANEL = 3072
 
 
@@ -24,7 +25,7 @@ def why_unpacked(shape: Sequence[int], device: torch.device, dtype: torch.dtype)
     """Why a weight of `shape` cannot stay quantised for activations of `dtype` on `device`; None where it can."""
     if len(shape) != 2 or shape[0] % TILE:
         return f"packed weights have two dimensions and rows in multiples of {TILE}"
-    return why_not(torch.empty(0, dtype=dtype, device=device))
+    return why_not_on(device, dtype)
 
 
 def weight_bytes(shape: Sequence[int], bits: int | None, device: torch.device, dtype: torch.dtype) -> int:
@@ -57,11 +58,12 @@ def pack(weight: QuantizedTensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The values [N, K] float32 of a packed weight, on any device."""
     bits, (tiles, groups, _) = packed_bits(packed), packed.shape
-    begin = 2 * TILE * (2 if bits == 4 else 1)
-    scales = packed[:, :, :begin].contiguous().view(torch.float16).view(tiles, groups, -1, TILE).unbind(2)
+    numbers, words = 2 if bits == 4 else 1, GROUP * bits // 32
+    begin = 2 * TILE * numbers
+    scales = packed[:, :, :begin].contiguous().view(torch.float16).view(tiles, groups, numbers, TILE).unbind(2)
     parts = [scale.transpose(1, 2).reshape(tiles * TILE, groups) for scale in scales]
-    words = packed[:, :, begin:].view(tiles, groups, -1, TILE, 4)
-    codes = words.permute(0, 3, 1, 2, 4).reshape(tiles * TILE, -1)
+    codes = packed[:, :, begin:].view(tiles, groups, words, TILE, 4)
+    codes = codes.permute(0, 3, 1, 2, 4).reshape(tiles * TILE, groups * words * 4)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
         return QuantizedTensor(codes, *parts).values()
@@ -71,6 +73,19 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 def block_bytes(bits: int) -> int:
     """Bytes of a block of 32 columns by 32 rows."""
     return TILE * (4 + GROUP // 2) if bits == 4 else TILE * (2 + GROUP)
+
+
+_BITS = {block_bytes(bits): bits for bits in (4, 8)}
+
+
+def bits_of(shape: Sequence[int]) -> int | None:
+    """Bits of a code in a packed weight of this shape, [N / 32, K / 32, bytes of a block]; None where none has it."""
+    return _BITS.get(shape[2]) if len(shape) == 3 else None
+
+
+def unpacked_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """[N, K] of the weight whose packed form has `shape`."""
+    return shape[0] * TILE, shape[1] * GROUP
 
 
 def is_packed(weight: torch.Tensor) -> bool:
@@ -84,9 +99,9 @@ def packed_bits(packed: torch.Tensor) -> int:
     Raises:
         ValueError: it is none.
     """
-    for bits in (4, 8):
-        if packed.dim() == 3 and packed.shape[2] == block_bytes(bits) and packed.is_contiguous():
-            return bits
+    bits = bits_of(packed.shape)
+    if bits is not None and packed.is_contiguous():
+        return bits
     raise ValueError(
         f"a packed weight is a contiguous uint8 [N / {TILE}, K / {GROUP}, {block_bytes(4)} or {block_bytes(8)}], "
         f"got {packed.dtype} {list(packed.shape)}"
@@ -105,18 +120,24 @@ def linear_packed_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 def linear_packed_panels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
-    """For many tokens: a panel of the weight is multiplied out at a time, and torch does the product in fp32."""
-    rows, inner, bits = x.float(), x.shape[1], packed_bits(weight)
-    y = torch.empty((x.shape[0], weight.shape[0] * TILE))
-    panel = torch.empty(inner * PANEL)
+    """For many tokens: a panel of the weight is multiplied out at a time, and torch does the product.
+
+    In fp32, but for bf16 that this CPU has instructions for; those round their answer, so wide ones need fp32.
+    """
+    inner, bits, columns = x.shape[1], packed_bits(weight), weight.shape[0] * TILE
+    own = x.dtype == torch.bfloat16 and not wide and has_native_16bit_products(x.dtype)
+    rows = x if own else x.float()
+    y, panel = rows.new_empty((x.shape[0], columns)), rows.new_empty(inner * min(PANEL, columns))
     for start in range(0, weight.shape[0], PANEL // TILE):
         tiles = weight[start : start + PANEL // TILE]
         values = panel[: inner * len(tiles) * TILE].view(inner, -1)
         pointers = (tiles.data_ptr(), values.data_ptr())
-        native(torch.float32).unpack(*pointers, len(tiles), inner, bits, torch.get_num_threads())
-        torch.mm(rows, values, out=y[:, start * TILE : (start + len(tiles)) * TILE])
-    if bias is not None:
-        y += bias
+        native(rows.dtype).unpack(*pointers, len(tiles), inner, bits, torch.get_num_threads())
+        part = slice(start * TILE, (start + len(tiles)) * TILE)
+        if bias is None:
+            torch.mm(rows, values, out=y[:, part])
+        else:
+            torch.addmm(bias[part].to(rows.dtype), rows, values, out=y[:, part])
     return y if wide else y.to(x.dtype)
 
 
@@ -128,11 +149,21 @@ def embedding_packed(ids: torch.Tensor, table: torch.Tensor, dtype: torch.dtype)
     """
     bits, (tiles, groups, _) = packed_bits(table), table.shape
     ids = ids.to(torch.int64).contiguous()
-    if why_not(torch.empty(0, dtype=dtype)) is not None:
-        return unpack(table)[ids].to(dtype)
+    if why_not_on(table.device, dtype) is not None:
+        check_ids(ids, tiles * TILE)
+        used, places = torch.unique(ids // TILE, return_inverse=True)
+        return unpack(table[used])[places * TILE + ids % TILE].to(dtype)
     y = torch.empty((len(ids), groups * GROUP), dtype=dtype)
     sizes = (len(ids), groups * GROUP, tiles * TILE, bits)
     wrong = native(dtype).embedding_packed(ids.data_ptr(), table.data_ptr(), y.data_ptr(), *sizes)
     if wrong >= 0:
-        raise IndexError(f"embedding: id {int(ids[wrong])} is not in a table of {tiles * TILE} rows")
+        check_ids(ids[wrong:], tiles * TILE)
     return y
+
+
+def check_ids(ids: torch.Tensor, rows: int) -> None:
+    """Raises IndexError where one of `ids` is no row of an embedding table; indexing itself counts -1 from the end."""
+    if ids.numel():
+        for wrong in (int(bound) for bound in ids.aminmax()):
+            if not 0 <= wrong < rows:
+                raise IndexError(f"embedding: id {wrong} is not in a table of {rows} rows")

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.implementations import Implementation, anywhere, by_triton, choose, on_cpu
+from hookline_kernels.launch import dependent_launch, wait_for_inputs
 from hookline_kernels.native import LANES, native, why_not
 
 # Elements up to which torch.rms_norm is the fastest on the CPU.
@@ -64,8 +65,10 @@ def rms_norm_kernel(
     weight_offset: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program a row; y is contiguous."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -105,6 +108,7 @@ def rms_norm_triton(
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
+        **dependent_launch(x.device),
     )
     return y
 

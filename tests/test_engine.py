@@ -378,8 +378,9 @@ class TestLoadingFaults:
     @pytest.mark.parametrize(
         "options",
         [
+            *({"memory": "101%"}, {"kv_cache_memory": 0}, {"block_size": None}),
             *({"dtype": "int8"}, {"dtype": 1}, {"device": "abacus"}, {"device": None}, {"device": "cuda:-1"}),
-            *({"max_running": 0}, {"max_running": None}, {"block_size": -1}, {"block_size": True}, {"seed": -1}),
+            *({"max_running": 0}, {"max_running": "9"}, {"block_size": -1}, {"block_size": True}, {"seed": -1}),
         ],
     )
     def test_options_out_of_range(self, options: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Who may import whom.
 
-    cli, serving -> engine -> scheduling | execution | checkpoint | plugins -> the five nouns -> layers -> kernels
+    cli -> benchmark -> engine; serving -> engine
+    engine -> scheduling | execution | checkpoint | plugins -> the five nouns -> layers -> kernels
     a plugin -> hookspecs, the five, layers, parallel, errors, kernels
 
 Every rule is a function from modules to faults, and is tried on a small tree that breaks it.
@@ -23,6 +24,7 @@ from tests.source_tree import Module, read_modules, write_tree
 PARTS: Mapping[str, frozenset[str]] = {
     "cli": frozenset({"cli"}),
     "serving": frozenset({"serving"}),
+    "benchmark": frozenset({"benchmark"}),
     "engine": frozenset(
         {
             "engine",
@@ -51,8 +53,9 @@ PARTS: Mapping[str, frozenset[str]] = {
 _RUNTIME = frozenset({"scheduling", "execution", "checkpoint", "plugins"})
 _BELOW = frozenset({"nouns", "layers", "kernels", "basics"})
 ARROWS: Mapping[str, frozenset[str]] = {
-    "cli": frozenset({"engine"}) | _RUNTIME | _BELOW,
+    "cli": frozenset({"benchmark", "engine"}) | _RUNTIME | _BELOW,
     "serving": frozenset({"engine", "scheduling", "plugins", "basics"}),
+    "benchmark": frozenset({"engine"}) | _RUNTIME | _BELOW,
     "engine": _RUNTIME | _BELOW,
     "scheduling": frozenset({"basics"}),
     "execution": frozenset({"scheduling"}) | _BELOW,

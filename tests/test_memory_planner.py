@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from hookline.config import EngineConfig, parse_bytes
+from hookline.config import EngineConfig, Percent, ResolvedConfig, bytes_of, parse_bytes, parse_memory, resolve
 from hookline.errors import NotEnoughMemoryError, UsageError
-from hookline.memory_planner import MemoryPlanner, _cgroup_available, available_memory, format_bytes
+from hookline.memory_planner import MemoryPlanner, _cgroup_available, _within, available_memory, format_bytes
 from hookline.model import CacheSpec, TransformerConfig
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 CONFIG = TransformerConfig(
     architecture="A",
     num_layers=4,
@@ -32,9 +32,14 @@ SPEC = CacheSpec("kv", 4, (("k", (2, 64)), ("v", (2, 64))), torch.float32)
 TOKEN = 4 * 2 * 2 * 64 * 4
 
 
-def plan(available: int, weights: int = 10 * MIB, **options: Any) -> Any:
-    config = EngineConfig("m", **{"dtype": "float32", "device": "cpu", "max_batch_tokens": 512, **options})
-    return MemoryPlanner(CONFIG, config).plan([SPEC], weights, available)
+def resolved(device: str = "cpu", **options: Any) -> ResolvedConfig:
+    dtype = options.pop("dtype", "float32")
+    return resolve(EngineConfig("m", **options), device, dtype)
+
+
+def plan(available: int, weights: int = 10 * MIB, measured: tuple[int, int] | None = None, **options: Any) -> Any:
+    config = resolved(**{"max_batch_tokens": 512, "max_running": 64, **options})
+    return MemoryPlanner(CONFIG, config).plan([SPEC], weights, available, measured)
 
 
 def test_the_cache_takes_what_was_asked() -> None:
@@ -52,7 +57,7 @@ def test_the_default_leaves_most_of_a_cpus_memory() -> None:
 
 def test_groups_add_up() -> None:
     other = CacheSpec("index", 2, (("key", (32,)),), torch.float32)
-    config = EngineConfig("m", dtype="float32", device="cpu", kv_cache_memory=20 * MIB)
+    config = resolved(kv_cache_memory=20 * MIB)
     found = MemoryPlanner(CONFIG, config).plan([SPEC, other], 0, 2**30)
     assert found.num_blocks == 20 * MIB // (16 * (TOKEN + 2 * 32 * 4))
 
@@ -75,7 +80,7 @@ def test_the_table_names_every_part() -> None:
         (2**30, {"block_size": 10**9}),
         (2**30, {"max_batch_tokens": 10**9}),
         (2**30, {"max_running": 10**9}),
-        (22 * MIB, {"max_model_len": 4096}),
+        (34 * MIB, {"max_model_len": 4096}),
     ],
 )
 def test_each_remedy_works(available: int, options: dict[str, int]) -> None:
@@ -90,9 +95,79 @@ def test_each_remedy_works(available: int, options: dict[str, int]) -> None:
         plan(available, **{**options, **{name.replace("-", "_"): int(value) for name, value in found.items()}})
 
 
+# What a step that was run had in use, and captured steps, where a third of it is not foreseen.
+MEASURED = (12 * MIB, 8 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("available", "options"),
+    [
+        (40 * MIB, {"kv_cache_memory": Percent(90)}),
+        (40 * MIB, {"max_model_len": 4096}),
+        (GIB, {"max_model_len": 4096, "kv_cache_memory": MIB}),
+        (GIB, {"max_model_len": 4096, "kv_cache_memory": Percent(1)}),
+        (28 * MIB, {"max_batch_tokens": 8192}),
+        (29 * MIB, {}),
+    ],
+)
+def test_each_remedy_works_on_a_gpu_too(available: int, options: dict[str, Any]) -> None:
+    """Where steps were measured; the setting, run again, measures what its share foresees or less."""
+    options = {"device": "cuda:0", "dtype": "bfloat16", **options}
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan(available, measured=MEASURED, **options)
+    assert "Memory on cuda:0:" in caught.value.message and "captured decode steps" in caught.value.message
+    lines = caught.value.hint.splitlines()[1:]
+    assert lines
+    for line in lines:
+        change = {name.replace("-", "_"): int(value) for name, value in re.findall(r"--(\S+) (\d+)", line)}
+        assert change
+        own, other = (
+            MemoryPlanner(CONFIG, resolved(**{"max_batch_tokens": 512, "max_running": 64, **options, **more}))
+            for more in ({}, change)
+        )
+        part = other.activation_bytes(2) / own.activation_bytes(2)
+        assert part <= 1
+        plan(available, measured=(int(MEASURED[0] * part), MEASURED[1]), **{**options, **change})
+
+
+def test_more_than_was_reckoned_is_not_taken_for_saved() -> None:
+    """A step that takes far more than reckoned keeps the surplus, whatever its settings are."""
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        plan(128 * MIB, measured=(200 * MIB, 0), device="cuda:0")
+    assert "--max-batch-tokens" not in caught.value.hint
+
+
+def test_the_limits_depend_on_the_device() -> None:
+    assert (resolved().max_batch_tokens, resolved().max_running) == (2048, 64)
+    on_gpu = resolved("cuda:1", dtype="bfloat16")
+    assert (on_gpu.max_batch_tokens, on_gpu.max_running) == (8192, 256)
+    assert (on_gpu.device, on_gpu.dtype) == ("cuda:1", "bfloat16")
+    assert resolved("cuda:0", max_batch_tokens=7, max_running=3).max_batch_tokens == 7
+    assert resolve(EngineConfig("m", memory="80%", seed=5), "cpu", "float32").memory == Percent(80)
+
+
+def test_memory_of_a_gpu() -> None:
+    """Within what the engine may use, and never all that is free."""
+    assert _within(140 * GIB, 141 * GIB, Percent(90)) == int(141 * GIB * 0.9)
+    assert _within(50 * GIB, 100 * GIB, Percent(90)) == 48 * GIB
+    assert _within(100 * GIB, 100 * GIB, 30 * GIB) == 30 * GIB
+    assert _within(GIB, 100 * GIB, Percent(90)) == 0
+
+
+def test_a_limit_on_a_cpu_is_a_bound() -> None:
+    device = torch.device("cpu")
+    assert available_memory(device, 5 * MIB) == 5 * MIB
+    assert available_memory(device, 2**60) < 2**50
+    assert available_memory(device, Percent(10)) < 0.2 * available_memory(device)
+
+
+def test_the_cache_may_be_a_part_of_what_is_available() -> None:
+    assert plan(GIB, kv_cache_memory="25%").num_blocks == GIB // 4 // (TOKEN * 16)
+
+
 def test_halving_is_offered_where_it_helps_alone() -> None:
     with pytest.raises(NotEnoughMemoryError) as caught:
-        plan(11 * MIB)
+        plan(23 * MIB)
     assert "--dtype bfloat16" in caught.value.hint
     with pytest.raises(NotEnoughMemoryError) as caught:
         plan(2**30, kv_cache_memory=2**40)
@@ -105,7 +180,7 @@ def test_no_room_for_a_block_is_an_error() -> None:
 
 
 def test_activations_grow_with_the_budget() -> None:
-    config = EngineConfig("m", dtype="float32", device="cpu", max_batch_tokens=100)
+    config = resolved(max_batch_tokens=100)
     small = MemoryPlanner(CONFIG, config).activation_bytes(4)
     large = MemoryPlanner(CONFIG, dataclasses.replace(config, max_batch_tokens=1000)).activation_bytes(4)
     assert large > small > 0
@@ -127,6 +202,24 @@ def test_a_containers_limit_counts_and_idle_files_do_not(tmp_path: Path) -> None
 @pytest.mark.parametrize(("text", "count"), [("512MiB", 512 * MIB), ("2 GB", 2 * 10**9), ("1000", 1000), (7, 7)])
 def test_sizes_are_parsed(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80%", Percent(80)), (" 12.5 % ", Percent(12.5)), ("100GiB", 100 * GIB), (7, 7)]
+)
+def test_memory_is_bytes_or_percent(text: str | int, size: int | Percent) -> None:
+    assert parse_memory(text) == size
+    assert parse_memory(str(size)) == size
+    assert bytes_of(size, 1000) == (size if isinstance(size, int) else 10 * size.value)
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "80 percent", "half", 0, True, "0", "nan%"])
+def test_bad_memory_is_refused(text: str | int) -> None:
+    with pytest.raises(UsageError, match=r"kv is(?s:.*)such as 80%"):
+        parse_memory(text, "kv")
+    for name in ("memory", "kv_cache_memory"):
+        with pytest.raises(UsageError, match=f"{name} is"):
+            EngineConfig("m", **{name: text})
 
 
 @pytest.mark.parametrize("text", ["", "0", "9" * 400, "0.1", "-1GiB", "1.5.2GB", "12 parsecs", "GiB", "1e9"])

@@ -38,9 +38,9 @@ _MAX_ROPE_FACTORS = 4096
 class GgufReader:
     """Reads one GGUF file; the whole header is checked when it is made.
 
-    Names and row order stay GGUF's (`blk.0.attn_q.weight`). Quantised tensors load as float32, of which Q4_0, Q4_1 and
-    Q8_0 keep their codes (`QuantizedTensor`); plain ones load in their own type. Tensors that only carry rope factors
-    are part of `hf_config` and do not appear among the tensors.
+    Names and row order stay GGUF's (`blk.0.attn_q.weight`). Quantised tensors load as float32, of which those of two or
+    more dimensions in Q4_0, Q4_1 and Q8_0 keep their codes (`QuantizedTensor`); plain ones load in their own type.
+    Tensors that only carry rope factors are part of `hf_config` and do not appear among the tensors.
 
     Raises:
         CheckpointError: if the file is not sound, or holds a format that the `gguf` package cannot dequantise.
@@ -67,7 +67,7 @@ class GgufReader:
         for tensor in self._header.tensors:
             if tensor.name not in ROPE_FACTORS:
                 load = partial(_load, self._path, tensor)
-                bits = CODE_BITS.get(tensor.type)
+                bits = CODE_BITS.get(tensor.type) if len(tensor.shape) > 1 else None
                 yield LazyTensor(tensor.name, tensor.shape, _encoding(tensor.type), tensor.nbytes, load, bits)
 
 

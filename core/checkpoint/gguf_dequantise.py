@@ -1,7 +1,7 @@
-"""Quantised GGUF blocks to float32.
+"""Quantised GGUF blocks: to float32, or to tensors that keep the codes.
 
 The common formats are done in torch, bit for bit as the `gguf` package does them and several times faster; every other
-format goes through the package. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+format goes through the package, and to float32 only. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
 from __future__ import annotations
@@ -58,14 +58,17 @@ def dequantise(data: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
 
 
 def quantised(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> QuantizedTensor | None:
-    """The tensor with its values left as codes; None where it has not one finite scale, and offset, a group.
+    """The tensor with its values left as codes.
+
+    None where it has not one finite scale, and offset, a group, or has fewer than two dimensions: norms and biases are
+    small, and no kernel takes them as codes.
 
     Args:
         data: whole blocks, uint8 and flat.
         kind: their format.
         shape: of the tensor.
     """
-    if kind not in CODE_BITS:
+    if kind not in CODE_BITS or len(shape) < 2:
         return None
     groups = (*shape[:-1], shape[-1] // GROUP)
     blocks = data.view(*groups, GGML_QUANT_SIZES[kind][1])

@@ -27,6 +27,8 @@ class RandomReader:
         shapes: name and shape of every tensor, as the containers name them: no weight adapter is needed.
         dtype: of the tensors.
         seed: with a tensor's name it fixes the tensor's values, whatever the order of loading.
+        device: where they are drawn and stay. A CPU draws in fp32 and rounds; other devices draw in `dtype`, so their
+            values are others, and a model of 8 billion weights takes seconds and no memory of the host.
         tokenizer: answered as `tokenizer_source`.
     """
 
@@ -34,6 +36,7 @@ class RandomReader:
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    device: str = "cpu"
     generation_config: JsonObject = field(default_factory=dict)
     tokenizer: TokenizerSource = field(default_factory=TokenizerSource)
 
@@ -53,23 +56,27 @@ class RandomReader:
     def tokenizer_source(self) -> TokenizerSource:
         return self.tokenizer
 
-    def with_shapes(self, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype, seed: int) -> RandomReader:
-        """The same checkpoint with tensors of these shapes."""
-        return dataclasses.replace(self, shapes=tuple(shapes), dtype=dtype, seed=seed)
+    def with_shapes(
+        self, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype, seed: int, device: str = "cpu"
+    ) -> RandomReader:
+        """The same checkpoint with tensors of these shapes, drawn on `device`."""
+        return dataclasses.replace(self, shapes=tuple(shapes), dtype=dtype, seed=seed, device=device)
 
     def tensors(self) -> Iterator[LazyTensor]:
         """In the order of `shapes`."""
         encoding = str(self.dtype).removeprefix("torch.")
         for name, shape in self.shapes:
-            load = partial(_draw, name, shape, self.dtype, self.seed)
+            load = partial(_draw, name, shape, self.dtype, self.seed, torch.device(self.device))
             yield LazyTensor(name, shape, encoding, prod(shape) * self.dtype.itemsize, load)
 
 
-def _draw(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+def _draw(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
     """Normal with deviation 0.02; around 1 for the weight of a norm, which is told by its single dimension."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    values = torch.empty(shape, dtype=torch.float32).normal_(0.0, _STD, generator=generator)
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    # Rounding comes last on a CPU, so that a seed means the same model in every type there.
+    drawn = torch.float32 if device.type == "cpu" else dtype
+    values = torch.empty(shape, dtype=drawn, device=device).normal_(0.0, _STD, generator=generator)
     if len(shape) == 1 and name.endswith("weight"):
         values += 1.0
     return values.to(dtype)

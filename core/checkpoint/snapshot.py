@@ -146,6 +146,10 @@ class SnapshotReader:
                 name = f"{entry.container}.{entry.parameter}"
                 yield LazyTensor(name, entry.shape, entry.dtype, entry.nbytes, partial(self._load, entry))
 
+    def stored(self) -> Iterator[SnapshotEntry]:
+        """The parameters that are not None, and of those that share their bytes one."""
+        yield from {entry.offset: entry for entry in self._entries if entry.offset is not None}.values()
+
     def entries(
         self, device: torch.device | str = "cpu", progress: Progress | None = None
     ) -> Iterator[tuple[str, str, torch.Tensor | None]]:

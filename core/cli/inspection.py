@@ -70,7 +70,7 @@ def inspect_checkpoint(engine_config: EngineConfig, path: Path, reader: Checkpoi
         found.parameters = sum(map(math.prod, shapes.values()))
         found.audit = audit_checkpoint(opened, shapes)
         planner = opened.architecture.memory_planner(opened.config, opened.engine_config)
-        available = available_memory(opened.model.device)
+        available = available_memory(opened.model.device, opened.engine_config.memory)
         found.plan = planner.plan(opened.model.cache_specs(), expected_bytes(opened), available)
     except HooklineError as error:
         found.error = error

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from hookline.config import EngineConfig, PluginOptions, parse_bytes
+from hookline.config import BY_DEVICE, EngineConfig, PluginOptions, parse_memory
 from hookline.model_store import DEFAULT_MODEL
 from hookline.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 
@@ -18,17 +18,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ENGINE_DEFAULTS = MappingProxyType({entry.name: entry.default for entry in dataclasses.fields(EngineConfig)})
 _ENGINE_FIELDS = (
     *("dtype", "device", "load_format", "max_model_len", "max_batch_tokens", "max_running"),
-    *("block_size", "kv_cache_memory", "prefix_caching", "offline"),
+    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "offline"),
 )
 _SAMPLING_FIELDS = tuple(entry.name for entry in dataclasses.fields(SamplingParams))
 
 
-def _option(*names: str, default: Any = None, **settings: Any) -> Callable[[F], F]:
-    return click.option(*names, default=default, show_default=default is not None, **settings)
+def _option(*names: str, default: Any = None, show_default: str = "", **settings: Any) -> Callable[[F], F]:
+    return click.option(*names, default=default, show_default=show_default or default is not None, **settings)
 
 
 def _engine_option(name: str, **settings: Any) -> Callable[[F], F]:
     return _option(f"--{name.replace('_', '-')}", default=_ENGINE_DEFAULTS[name], **settings)
+
+
+def _by_device(name: str) -> str:
+    """What help says of a default that depends on the device."""
+    on_cpu, on_gpu = BY_DEVICE[name]
+    return f"{on_gpu} on a GPU, {on_cpu} on a CPU"
 
 
 _COUNT = click.IntRange(min=1)
@@ -58,13 +64,32 @@ _ENGINE_OPTIONS = (
         type=_COUNT,
         help="Longest prompt plus output.  [default: the model's own context, cut to what the cache holds]",
     ),
-    _engine_option("max_batch_tokens", metavar="TOKENS", type=_COUNT, help="Token budget of one step."),
-    _engine_option("max_running", metavar="REQUESTS", type=_COUNT, help="Most requests that hold cache at a time."),
+    _engine_option(
+        "max_batch_tokens",
+        metavar="TOKENS",
+        type=_COUNT,
+        show_default=_by_device("max_batch_tokens"),
+        help="Token budget of one step.",
+    ),
+    _engine_option(
+        "max_running",
+        metavar="REQUESTS",
+        type=_COUNT,
+        show_default=_by_device("max_running"),
+        help="Most requests that hold cache at a time.",
+    ),
     _engine_option("block_size", metavar="TOKENS", type=_COUNT, help="Tokens a cache block."),
+    _engine_option(
+        "memory",
+        metavar="SIZE",
+        help="The most memory that the engine may use: percent of the GPU's, such as 80%, or a size such as 100GiB; on "
+        "a CPU a bound on what is free.  [default: 90% of a GPU]",
+    ),
     _engine_option(
         "kv_cache_memory",
         metavar="SIZE",
-        help="Memory of the cache, such as 512MiB or 2GiB.  [default: the memory planner chooses]",
+        help="Memory of the cache: a size such as 512MiB or 2GiB, or percent of what the engine may use, such as 40%.  "
+        "[default: the memory planner chooses]",
     ),
     click.option(
         "--no-prefix-caching",
@@ -150,6 +175,16 @@ def engine_options(command: F) -> F:
     return _all(_ENGINE_OPTIONS, command)
 
 
+def adapt_options(command: click.Command, leave_out: Iterable[str] = (), **defaults: Any) -> None:
+    """Takes options away from a command, by the names of their values, and gives others a default of its own."""
+    command.params = [param for param in command.params if param.name not in set(leave_out)]
+    for param in command.params:
+        if param.name in defaults:
+            param.default = defaults[param.name]
+            if isinstance(param, click.Option):
+                param.show_default = True
+
+
 def sampling_options(max_tokens: int) -> Callable[[F], F]:
     """Adds the options that `sampling_params` reads, with the command's own default of `--max-tokens`."""
     return lambda command: _all((*_choice_options(max_tokens), *_STOP_OPTIONS, *_PENALTY_OPTIONS), command)
@@ -165,15 +200,16 @@ def engine_config(model: str, values: Mapping[str, Any], plugins: PluginOptions 
 
     Args:
         model: what `--model` says.
-        values: of the options that `engine_options` adds; others are left alone.
+        values: of the options that `engine_options` adds, those that the command has; others are left alone.
         plugins: what the options before the command say.
 
     Raises:
         UsageError: naming the option whose value is not allowed.
     """
-    fields = {name: values[name] for name in _ENGINE_FIELDS}
-    if fields["kv_cache_memory"] is not None:
-        fields["kv_cache_memory"] = parse_bytes(fields["kv_cache_memory"], "--kv-cache-memory")
+    fields = {name: values[name] for name in _ENGINE_FIELDS if name in values}
+    for name in ("memory", "kv_cache_memory"):
+        if fields.get(name) is not None:
+            fields[name] = parse_memory(fields[name], f"--{name.replace('_', '-')}")
     return EngineConfig(model=model, plugins=plugins or PluginOptions(), **fields)
 
 

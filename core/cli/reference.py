@@ -27,12 +27,19 @@ def _sections() -> Iterator[str]:
         engine, info_name="engine", terminal_width=_WIDTH, max_content_width=_WIDTH, **engine.context_settings
     )
     yield _section("engine", engine.get_help(top))
-    for name in engine.list_commands(top):
-        command = engine.get_command(top, name)
+    yield from _commands(engine, top)
+
+
+def _commands(group: click.Group, above: click.Context) -> Iterator[str]:
+    """The sections of a group's commands, and of theirs where one is a group itself."""
+    for name in group.list_commands(above):
+        command = group.get_command(above, name)
         if command is None:
-            raise LookupError(f"engine lists the command {name}, and has none")
-        context = click.Context(command, top, info_name=name, **command.context_settings)
-        yield _section(f"engine {name}", command.get_help(context))
+            raise LookupError(f"{above.command_path} lists the command {name}, and has none")
+        context = click.Context(command, above, info_name=name, **command.context_settings)
+        yield _section(context.command_path, command.get_help(context))
+        if isinstance(command, click.Group):
+            yield from _commands(command, context)
 
 
 def _section(title: str, text: str) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10.0
 
+Unit = Literal["bytes", "prompts", "graphs"]
+
 
 class ProgressDisplay:
     """Shows how far a stage has come, and is called as the engine calls a `Progress`.
@@ -33,12 +35,11 @@ class ProgressDisplay:
         seconds: between two lines.
     """
 
-    def __init__(
-        self, stage: str, unit: Literal["bytes", "prompts"] = "bytes", seconds: float = SECONDS_BETWEEN_LINES
-    ) -> None:
+    def __init__(self, stage: str, unit: Unit = "bytes", seconds: float = SECONDS_BETWEEN_LINES) -> None:
         self._stage = stage
         self._unit = unit
         self._seconds = seconds
+        self._start = time.monotonic()
         self._done, self._total = 0, 0
         self._bar: RichProgress | None = None
         self._over = threading.Event()
@@ -47,9 +48,7 @@ class ProgressDisplay:
     def __enter__(self) -> Self:
         self._start = time.monotonic()
         if sys.stderr.isatty():
-            self._bar = _make_bar(self._unit)
-            self._task = self._bar.add_task(self._stage, total=None)
-            self._bar.start()
+            self._show_bar()
         else:
             self._thread = threading.Thread(target=self._print_lines, daemon=True)
             self._thread.start()
@@ -59,6 +58,19 @@ class ProgressDisplay:
         self._done, self._total = done, total
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
+
+    def begin(self, stage: str, unit: Unit) -> None:
+        """Goes on to another stage of the same work."""
+        self._stage, self._unit, self._start = stage, unit, time.monotonic()
+        self._done, self._total = 0, 0
+        if self._bar is not None:
+            self._bar.stop()
+            self._show_bar()
+
+    def _show_bar(self) -> None:
+        self._bar = _make_bar(self._unit)
+        self._task = self._bar.add_task(self._stage, total=None)
+        self._bar.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -78,12 +90,12 @@ class ProgressDisplay:
         seconds = f"{time.monotonic() - self._start:.0f} s"
         if not self._total:
             return f"{self._stage}: {seconds}"
-        scale, unit = (1e6, "MB") if self._unit == "bytes" else (1, "prompts")
+        scale, unit = (1e6, "MB") if self._unit == "bytes" else (1, self._unit)
         share = 100 * self._done / self._total
         return f"{self._stage}: {self._done / scale:.0f} of {self._total / scale:.0f} {unit}, {share:.0f} %, {seconds}"
 
 
-def _make_bar(unit: str) -> RichProgress:
+def _make_bar(unit: Unit) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

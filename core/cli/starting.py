@@ -12,6 +12,7 @@ from hookline.config import EngineConfig, expand_home, read_environment
 from hookline.model_store import find_pullable, resolve_model
 
 if TYPE_CHECKING:
+    from hookline.checkpoint.reader import CheckpointReader
     from hookline.engine import Engine
 
 
@@ -29,10 +30,16 @@ def find_model(config: EngineConfig) -> Path:
     return resolve_model(config.model, environment, config.offline)
 
 
-def start_engine(config: EngineConfig) -> Engine:
-    """An engine with its weights loaded."""
-    find_model(config)
-    with ProgressDisplay(f"Loading {Path(config.model).name}") as progress:
+def start_engine(config: EngineConfig, reader: CheckpointReader | None = None) -> Engine:
+    """An engine that is ready, its weights from `reader` where it is given and from `config.model` where not."""
+    if reader is None:
+        find_model(config)
+    with ProgressDisplay(f"Loading {Path(config.model).name}") as display:
         from hookline.engine import Engine
 
-        return Engine(config, progress=progress)
+        def progress(done: int, total: int) -> None:
+            display(done, total)
+            if done >= total:  # what comes now, kernels and CUDA graphs, may take longer on a GPU
+                display.begin("Starting", "graphs")
+
+        return Engine(config, reader=reader, progress=progress, starting=display)

@@ -1,4 +1,8 @@
-"""Runs a scheduled batch: tensors, forward pass, logits, sampling."""
+"""Runs a scheduled batch: tensors, forward pass, logits, sampling.
+
+`Runner` does all of a step in `launch`. `DeviceRunner` (device_runner.py) answers to the same two verbs, and lets the
+next step be launched before this one's result is collected.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hookline.batch_processor import BatchProcessor, PromptSpan
+from hookline.batch_processor import BatchProcessor, PreparedBatch, PromptSpan
 from hookline.execution.sampler import Sampler, token_logprobs
 from hookline.execution.sampling_state import SamplingState
 from hookline.model import CacheTensors, TransformerModel
@@ -34,14 +38,32 @@ class StepResult:
     failed: tuple[Request, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched.
+
+    Attributes:
+        batch: what it computes.
+        result: what it gave, where that is known; None while it is on its way.
+    """
+
+    batch: ScheduledBatch
+    result: StepResult | None = None
+
+
 class Runner:
-    """One rank's execution of steps.
+    """One model and its cache.
 
     Args:
         model: with its weights.
         processor: makes the batch's tensors.
         cache: the memory of all cache groups.
+
+    Attributes:
+        max_in_flight: steps that may be launched and not collected.
     """
+
+    max_in_flight = 1
 
     def __init__(
         self, model: TransformerModel, processor: BatchProcessor, cache: Mapping[str, Sequence[CacheTensors]]
@@ -52,13 +74,24 @@ class Runner:
         self.sampler = Sampler(model.shapes.vocab_size, model.device)
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch, states: Mapping[str, SamplingState]) -> StepResult:
+    def launch(self, batch: ScheduledBatch, states: Mapping[str, SamplingState]) -> Flight:
         """One forward pass, and one token for each request whose known tokens are all computed then.
 
         Args:
             states: sampling state by request id.
         """
-        prepared = self.processor.prepare(batch, self.cache)
+        return Flight(batch, self._run(self.processor.prepare(batch, self.cache), states))
+
+    def collect(self, flight: Flight) -> StepResult:
+        """What a step gave, once it is there; steps are collected in the order in which they were launched."""
+        if flight.result is None:
+            raise RuntimeError("the step was launched by another runner")
+        return flight.result
+
+    def release(self, request: Request) -> None:
+        """Takes note that a request has ended or lost its cache."""
+
+    def _run(self, prepared: PreparedBatch, states: Mapping[str, SamplingState]) -> StepResult:
         hidden = self.model.forward(prepared.forward)
         prompts = {
             span.request.request_id: (span.start + 1, self._prompt_logprobs(span, hidden))

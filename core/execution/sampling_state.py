@@ -99,7 +99,7 @@ class SamplingState:
         self.temperature = 0.0 if params.temperature < GREEDY_TEMPERATURE else params.temperature
         self.top_k = params.top_k if params.top_k < vocab_size else 0
         self.num_outputs = 0
-        self._key = _mix((seed + _GAMMA) & _MASK64)
+        self.key = _mix((seed + _GAMMA) & _MASK64)
         self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, vocab_size)
         self.bias_ids = _ids(params.logit_bias, vocab_size)
         self.bias_values = np.array([params.logit_bias[int(i)] for i in self.bias_ids], dtype=np.float32)
@@ -118,6 +118,16 @@ class SamplingState:
         for token_id in output_token_ids:
             self.append(token_id)
 
+    @property
+    def signed_key(self) -> int:
+        """The key of the draws as a signed number of 64 bits, for tensors."""
+        return self.key - 2**64 if self.key >= 2**63 else self.key
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a choice depends on tokens that only the host has, or reports more than the token."""
+        return self.edits_logits or self.params.logprobs is not None or self.params.prompt_logprobs is not None
+
     def append(self, token_id: int) -> None:
         """Takes in the next output token."""
         self.num_outputs += 1
@@ -131,7 +141,7 @@ class SamplingState:
 
     def uniform(self, ahead: int = 0) -> float:
         """The draw for the output token after `ahead` more: 53 bits, in [0, 1)."""
-        return (_element(self._key, self.num_outputs + ahead) >> 11) * 2.0**-53
+        return (_element(self.key, self.num_outputs + ahead) >> 11) * 2.0**-53
 
     def banned_ids(self) -> Ids:
         """Tokens that cannot be chosen now, beside those outside `allowed_ids`."""

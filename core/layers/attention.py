@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 from hookline_kernels.attention_decode import attention_decode
 from hookline_kernels.attention_prefill import attention_prefill
 from hookline_kernels.cache_write import cache_write
+from hookline_kernels.rotary_cache import rotary_cache_write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,32 @@ class Attention:
         """Writes `k` and `v` [T, K, D] to the cache of `layer`, and attends with `q` [T, H, D]: [T, H * D]."""
         cache = batch.cache[self.group][layer]
         cache_write((k, v), (cache["k"], cache["v"]), batch.slots)
+        return self._attend(q, cache, batch)
+
+    def with_rotary(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        *,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        """Attention from a fused projection `qkv` [T, H + 2K, D]: turns queries and keys, writes the cache, attends.
+
+        Answers as a call does, [T, H * D], and changes `qkv`. One kernel turns and writes, where `apply_rotary` and a
+        call take two or three; for models that do nothing to queries and keys between projection and rotary embedding.
+
+        Args:
+            rotary: cos and sin [T, R/2] fp32.
+            interleaved: whether a pair is two neighbours instead of one element of each half.
+        """
+        cache = batch.cache[self.group][layer]
+        num_heads = qkv.shape[1] - 2 * cache["k"].shape[2]
+        q = rotary_cache_write(qkv, *rotary, cache["k"], cache["v"], batch.slots, num_heads, interleaved)
+        return self._attend(q, cache, batch)
+
+    def _attend(self, q: torch.Tensor, cache: Mapping[str, torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         split = batch.num_decodes
         if split:

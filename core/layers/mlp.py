@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hookline_kernels.activation import gated_activation
-from hookline_kernels.linear import linear
+from hookline_kernels.linear import linear, linear_gated
 
 
 def gated_mlp(
@@ -17,4 +16,4 @@ def gated_mlp(
     mlp_2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)): `x` [T, M], `mlp_1` [2F, M] with gate before up, `mlp_2` [M, F]; gives [T, M]."""
-    return linear(gated_activation(linear(x, mlp_1, mlp_1_bias), activation), mlp_2, mlp_2_bias)
+    return linear(linear_gated(x, mlp_1, mlp_1_bias, activation), mlp_2, mlp_2_bias)

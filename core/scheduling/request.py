@@ -41,7 +41,9 @@ class Request:
         output_token_ids: tokens chosen so far, a stop token included; preemption never drops them.
         finish_reason: set once, when the status becomes FINISHED.
         stop_token_id: the token that ended the output, if one did.
-        computed_tokens: tokens, from the first, whose cache is filled.
+        computed_tokens: tokens, from the first, whose cache is filled, by the steps in flight as well.
+        steps_in_flight: steps that were scheduled with the request and whose results have not come.
+        pending_tokens: tokens that those steps choose: they are there, but not known yet.
         cached_tokens: of those, how many came from the prefix cache when the request was first scheduled.
         preemptions: how often it lost its blocks.
         preempted_at: the computed tokens it had when it last lost its blocks.
@@ -61,6 +63,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     computed_tokens: int = 0
+    steps_in_flight: int = 0
+    pending_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     preempted_at: int = 0
@@ -74,8 +78,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens that are known."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Prompt and output tokens, those that are pending included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.pending_tokens
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens `start` to `stop`, over the border of prompt and output."""
@@ -94,7 +98,7 @@ class ScheduledRequest:
     Not frozen: hundreds are made each step, and a frozen one takes four times as long.
 
     Attributes:
-        samples: whether the last of them is the request's last known token, so that the step yields a new one.
+        samples: whether the last of them is the request's last token, so that the step yields a new one.
     """
 
     request: Request
@@ -103,7 +107,7 @@ class ScheduledRequest:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScheduledBatch:
     """The decision for one step. Requests with one token come first, so that decodes form one contiguous part.
 
@@ -111,10 +115,12 @@ class ScheduledBatch:
         requests: the parts, decodes (count == 1) first.
         num_decodes: how many at the front have count == 1.
         num_tokens: sum of the counts.
+        num_samples: how many of the parts sample.
         preempted: requests that lost their blocks to make room in this step; one may be back in `requests` already.
     """
 
     requests: tuple[ScheduledRequest, ...]
     num_decodes: int
     num_tokens: int
+    num_samples: int = 0
     preempted: tuple[Request, ...] = ()

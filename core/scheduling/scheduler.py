@@ -1,6 +1,8 @@
 """Which tokens run next: Dynamic SplitFuse under a token budget, over a pool of cache blocks.
 
-`schedule` and `update` take turns; `add`, `abort` and `finish` may come at any moment between.
+Each `schedule` is answered by an `update`, in the same order; `add`, `abort` and `finish` may come at any moment
+between. With more than one step in flight, a step is decided before the tokens of the one before are known: they are
+pending, and a request whose end comes to light only then has computed one token too many, which is dropped.
 
 Requests are served first come, first served. The running requests stand in the order in which they came, and all came
 before those that wait. When blocks run out, the last-come of the running ones goes back to the front of the waiting
@@ -10,13 +12,16 @@ with it, one after the other, all.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
 from hookline.errors import InvalidRequestError
 from hookline.scheduling.admission import most_new_tokens
 from hookline.scheduling.block_pool import BlockLedgerError, BlockPool, RequestBlocks
 from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch, ScheduledRequest
+
+# Steps for which a request may be held back for others to come in with it.
+ADMIT_AFTER = 16
 
 
 class SchedulerError(RuntimeError):
@@ -66,6 +71,9 @@ class Scheduler:
         max_batch_tokens: token budget of a step.
         max_running: most requests that hold blocks at a time.
         max_model_len: most tokens, prompt plus output, of a request.
+        max_in_flight: most steps that are scheduled and not updated.
+        admit_together: while others run, requests are let in when there is room for so many, or `ADMIT_AFTER` steps
+            after the first could have come: steps of decodes alone can be far cheaper than those with a prefill.
         max_chunk_tokens: most tokens of one request in a step; None leaves the budget alone to decide.
         preempt_every: fault switch for tests: preempt the last-come request every so many steps, whether blocks are
             short or not, unless it has gained no computed token since it was preempted last.
@@ -78,6 +86,8 @@ class Scheduler:
         max_batch_tokens: int,
         max_running: int,
         max_model_len: int,
+        max_in_flight: int = 1,
+        admit_together: int = 1,
         max_chunk_tokens: int | None = None,
         preempt_every: int | None = None,
     ) -> None:
@@ -85,15 +95,18 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_model_len = max_model_len
+        self._max_in_flight = max_in_flight
+        self._admit_together = admit_together
+        self._steps_held = 0
         self._max_chunk_tokens = min(max_chunk_tokens or max_batch_tokens, max_batch_tokens)
         self._preempt_every = preempt_every
         self._steps_to_preemption = preempt_every or 0
         self._owners: dict[str, RequestBlocks] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
-        self._in_flight: ScheduledBatch | None = None
-        self._num_samples = 0
-        self._leaving: list[RequestBlocks] = []  # ended while a step that may still use their blocks is in flight
+        self._in_flight: deque[ScheduledBatch] = deque()
+        # Ended while steps were in flight that may still use their blocks, with the last of those steps.
+        self._leaving: list[tuple[RequestBlocks, ScheduledBatch]] = []
 
     @property
     def has_work(self) -> bool:
@@ -150,13 +163,14 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step: decodes, then running prefills, then requests that come in, under the token budget.
 
-        The batch is empty only when there is no request. Blocks for all its tokens are in the block tables.
+        The batch is empty only when there is no request, or every one waits for a step in flight. Blocks for all its
+        tokens are in the block tables.
 
         Raises:
-            SchedulerError: if the step before has not been given to `update`, `fail` or `retract`.
+            SchedulerError: if as many steps are in flight as may be.
         """
-        if self._in_flight is not None:
-            raise SchedulerError("schedule was called while a step is in flight")
+        if len(self._in_flight) >= self._max_in_flight:
+            raise SchedulerError(f"schedule was called while {len(self._in_flight)} steps are in flight")
         plan = _Plan(self._max_batch_tokens)
         if self._preempt_every is not None:
             self._force_preemption(plan)
@@ -167,18 +181,23 @@ class Scheduler:
             requests=(*plan.ones, *plan.chunks),
             num_decodes=len(plan.ones),
             num_tokens=self._max_batch_tokens - plan.budget,
+            num_samples=plan.samples,
             preempted=tuple(plan.preempted),
         )
         if batch.requests:
-            self._in_flight = batch
-            self._num_samples = plan.samples
+            self._in_flight.append(batch)
+            for part in batch.requests:
+                request = part.request
+                request.computed_tokens = part.start + part.count
+                request.steps_in_flight += 1
+                request.pending_tokens += part.samples
         return batch
 
     def update(self, batch: ScheduledBatch, sampled: list[list[int]]) -> list[tuple[Request, list[int]]]:
         """Take what a step gave.
 
         Args:
-            batch: what `schedule` returned last.
+            batch: the oldest that `schedule` returned and that has not been taken.
             sampled: the new tokens of each part that samples, in the batch's order.
 
         Returns:
@@ -186,21 +205,24 @@ class Scheduler:
             request that ended while the step was in flight. `request.status` tells which have ended now.
 
         Raises:
-            SchedulerError: if this is not the batch in flight, or `sampled` has another length; nothing was changed.
+            SchedulerError: if this is not the batch whose turn it is, or `sampled` has another length; nothing was
+                changed.
         """
-        self._check_in_flight(batch)
-        if len(sampled) != self._num_samples:
-            raise SchedulerError(f"{len(sampled)} lists of sampled tokens for {self._num_samples} parts that sample")
-        self._in_flight = None
-        running, block_size = RequestStatus.RUNNING, self._pool.block_size
+        self._check_turn(batch, 0)
+        if len(sampled) != batch.num_samples:
+            raise SchedulerError(f"{len(sampled)} lists of sampled tokens for {batch.num_samples} parts that sample")
+        self._in_flight.popleft()
+        running, finished, block_size = RequestStatus.RUNNING, RequestStatus.FINISHED, self._pool.block_size
         results: list[tuple[Request, list[int]]] = []
         every = sampled if len(sampled) == len(batch.requests) else _spread(batch, sampled)
         for part, tokens in zip(batch.requests, every, strict=True):
             request = part.request
-            if request.status is running:
-                count = part.count
-                request.computed_tokens = computed = part.start + count
-                if computed % block_size < count:
+            request.steps_in_flight -= 1
+            request.pending_tokens -= part.samples
+            if request.status is not finished:
+                computed = part.start + part.count
+                # One that was preempted meanwhile holds no blocks now; its token is as good as any.
+                if computed % block_size < part.count and request.status is running:
                     self._owners[request.request_id].register(computed)
                 output = request.output_token_ids
                 output += tokens
@@ -210,24 +232,29 @@ class Scheduler:
                 tokens = []
             if part.samples:
                 results.append((request, tokens))
-        self._release_leaving()
+        self._release_leaving(batch)
         return results
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
-        """Take note that a step was lost: its requests end with ERROR. Returns those that had not ended before."""
-        self._check_in_flight(batch)
-        self._in_flight = None
-        lost = [part.request for part in batch.requests if part.request.status is RequestStatus.RUNNING]
+        """Take note that a step was lost: its requests end with ERROR. Returns those that had not ended before.
+
+        Of several steps in flight the newest is lost first, for it builds on those before it.
+        """
+        self._check_turn(batch, -1)
+        self._in_flight.pop()
+        self._take_back(batch)
+        lost = [part.request for part in batch.requests if part.request.status is not RequestStatus.FINISHED]
         for request in lost:
             self._end(request, FinishReason.ERROR)
-        self._release_leaving()
+        self._release_leaving(batch)
         return lost
 
     def retract(self, batch: ScheduledBatch) -> None:
-        """Take note that a step did not happen: nothing is computed, and its requests are scheduled anew."""
-        self._check_in_flight(batch)
-        self._in_flight = None
-        self._release_leaving()
+        """Take note that the newest step did not happen: nothing is computed, its requests are scheduled anew."""
+        self._check_turn(batch, -1)
+        self._in_flight.pop()
+        self._take_back(batch)
+        self._release_leaving(batch)
 
     def check(self) -> None:
         """Recount all blocks and their owners.
@@ -236,7 +263,7 @@ class Scheduler:
             BlockLedgerError: with the ledger, if a block is lost, or has owners that it must not have.
         """
         self._pool.check()
-        owners = [*self._owners.values(), *self._leaving]
+        owners = [*self._owners.values(), *(owner for owner, _ in self._leaving)]
         held = Counter(block_id for owner in owners for block_id in owner.request.block_table)
         for block_id in range(self._pool.num_blocks):
             count = self._pool.references(block_id)
@@ -252,8 +279,11 @@ class Scheduler:
         prefills = []
         append, take, block_size = plan.ones.append, self._take_blocks, self._pool.block_size
         for request in self._running:  # which may lose requests at its end, where this loop has not come yet
-            start = request.computed_tokens
-            if len(request.prompt_token_ids) + len(request.output_token_ids) - start != 1:
+            start, pending = request.computed_tokens, request.pending_tokens
+            outputs = len(request.output_token_ids) + pending
+            if pending and outputs >= request.max_output_tokens:
+                continue  # a step in flight chooses its last token
+            if len(request.prompt_token_ids) + outputs - start != 1:
                 prefills.append(request)
             elif start % block_size or start < len(request.block_table) * block_size or take(plan, request, 1):
                 append(ScheduledRequest(request, start, 1, True))
@@ -285,8 +315,15 @@ class Scheduler:
         only when all its tokens fit. Otherwise it would come and go, and compute the same tokens each time.
         """
         pool = self._pool
+        room_for = self._max_running - len(self._running)
+        if self._waiting and self._running and 0 < room_for < self._admit_together and self._steps_held < ADMIT_AFTER:
+            self._steps_held += 1
+            return
+        self._steps_held = 0
         while self._waiting and plan.budget > 0 and len(self._running) < self._max_running:
             request = next(iter(self._waiting.values()))
+            if request.steps_in_flight:
+                return  # preempted; the token that it comes back with is not known yet
             owner = self._owners[request.request_id]
             room = pool.num_available - len(self._running)
             if room < 1:
@@ -361,18 +398,34 @@ class Scheduler:
             self._running.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        self._leaving.append(owner)
-        if self._in_flight is None:
-            self._release_leaving()
-
-    def _release_leaving(self) -> None:
-        for owner in self._leaving:
+        if self._in_flight:
+            self._leaving.append((owner, self._in_flight[-1]))
+        else:
             owner.release()
-        self._leaving.clear()
 
-    def _check_in_flight(self, batch: ScheduledBatch) -> None:
-        if batch is not self._in_flight:
-            raise SchedulerError("this batch is not the step in flight")
+    def _release_leaving(self, batch: ScheduledBatch) -> None:
+        """`batch` is over: those who waited for it, and all who wait for none that is left, let their blocks go."""
+        if not self._leaving:
+            return
+        staying = []
+        for owner, last in self._leaving:
+            if last is batch or last not in self._in_flight:
+                owner.release()
+            else:
+                staying.append((owner, last))
+        self._leaving = staying
+
+    def _take_back(self, batch: ScheduledBatch) -> None:
+        for part in batch.requests:
+            request = part.request
+            request.steps_in_flight -= 1
+            request.pending_tokens -= part.samples
+            if request.status is RequestStatus.RUNNING:
+                request.computed_tokens = part.start
+
+    def _check_turn(self, batch: ScheduledBatch, place: int) -> None:
+        if not self._in_flight or self._in_flight[place] is not batch:
+            raise SchedulerError(f"this batch is not the {'newest' if place else 'oldest'} step in flight")
 
 
 def _spread(batch: ScheduledBatch, sampled: list[list[int]]) -> list[list[int]]:

@@ -176,6 +176,17 @@ def test_quantised_values_equal_the_packages(tmp_path: Path, kind: Type, largest
     np.testing.assert_array_equal(value.mul(1).numpy(), expected)
 
 
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0], ids=lambda kind: kind.name)
+def test_one_dimension_has_values_and_no_codes(tmp_path: Path, kind: Type) -> None:
+    blocks = gguf.quantize(np.random.default_rng(1).standard_normal(64, dtype=np.float32), kind)
+    path = write_gguf(tmp_path / "m.gguf", lambda writer: writer.add_tensor("norm", blocks, raw_dtype=kind))
+    lazy = next(tensor for tensor in open_checkpoint(path).tensors() if tensor.name == "norm")
+    assert (lazy.shape, lazy.code_bits) == ((64,), None)
+    value = lazy.load()
+    assert type(value) is torch.Tensor
+    np.testing.assert_array_equal(value.numpy(), gguf.dequantize(blocks, kind))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.int32, np.float64])
 def test_plain_values_keep_their_type(tmp_path: Path, dtype: type[np.generic]) -> None:
     value = np.arange(24).reshape(2, 3, 4).astype(dtype)

@@ -52,6 +52,15 @@ def test_line_before_anything_is_known_and_for_prompts() -> None:
         assert progress.line() == "Generating: 1 of 3 prompts, 33 %, 0 s"
 
 
+def test_another_stage_counts_anew() -> None:
+    with ProgressDisplay("Loading") as progress:
+        progress(2, 2)
+        progress.begin("Starting", "graphs")
+        assert progress.line() == "Starting: 0 s"
+        progress(7, 35)
+        assert progress.line() == "Starting: 7 of 35 graphs, 20 %, 0 s"
+
+
 def test_bar_on_a_terminal_goes_away(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")

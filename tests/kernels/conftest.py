@@ -7,8 +7,9 @@ With a CUDA device and TRITON_INTERPRET=0 they are compiled and run there, and t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from hookline_kernels.rms_norm import rms_norm_kernel
 
@@ -37,6 +40,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "triton_device" in getattr(item, "fixturenames", ()):
                 item.add_marker("gpu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """Calls of device functions that do not patch all of Triton's language again, which takes most of their time.
+
+    A launch has patched `triton.language`; what is left is its `core`, which stays patched.
+    """
+    slow_call = InterpretedFunction.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if tl.core.is_builtin(tl.core.arange):
+            return slow_call(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "__call__", call)
+        yield
 
 
 @pytest.fixture

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 import hookline_kernels.attention_prefill
+from benchmarks.tune_attention import PREFILL
 from hookline_kernels import native
 from hookline_kernels.attention_prefill import attention_prefill
+from hookline_kernels.attention_prefill_triton import PrefillConfig, attention_prefill_triton, prefill_config
+from hookline_kernels.paged_context import Limits, PagedAttention
 
 Make = Callable[..., Any]
+
+ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
 
 NO_NATIVE = native.load(torch.float32).reason
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(NO_NATIVE is not None, reason=f"none here: {NO_NATIVE}"))
@@ -120,6 +127,56 @@ def test_triton_window_and_soft_cap(
     assert_close(run(case, "triton", **options), case.oracle(**options), looser=2.0)
 
 
+def launch(case: Any, config: PrefillConfig, **options: Any) -> torch.Tensor:
+    """The Triton kernel with bounds far above what the batch needs."""
+    out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype, device=case.q.device)
+    numbers = (case.scale, options.get("window"), options.get("soft_cap"), case.block_tables.shape[1])
+    tables, lens = case.block_tables, case.context_lens
+    call = PagedAttention(case.q, case.k_cache, case.v_cache, tables, lens, *numbers, out)
+    attention_prefill_triton(call, case.query_starts, 10_000, config)
+    return out
+
+
+def under_interpreter(configs: list[PrefillConfig]) -> list[PrefillConfig]:
+    """Without those that only a compiler tells apart, and small tiles that make many in short contexts."""
+    distinct = {(c.block_m, c.block_n, c.packed): c for c in configs}
+    small = [PrefillConfig(16, 16), PrefillConfig(16, 32), PrefillConfig(32, 16, packed=True)]
+    return [*distinct.values(), *small]
+
+
+@pytest.mark.parametrize("config", PREFILL if ON_GPU else under_interpreter(PREFILL), ids=str)
+def test_each_configuration(
+    attention_case: Make, assert_close: Make, triton_device: torch.device, config: PrefillConfig
+) -> None:
+    for contexts, rows, shape, options in (
+        ([150, 1, 40, 30], [21, 1, 0, 30], {"heads": 4, "kv_heads": 2, "size": 80, "block_size": 16}, {}),
+        ([110], [30], {"heads": 4, "kv_heads": 1, "size": 32, "block_size": 5}, {"window": 70, "soft_cap": 1.5}),
+        ([70, 19], [33, 19], {"heads": 3, "kv_heads": 1, "size": 32, "block_size": 8}, {"window": 20}),
+    ):
+        case = attention_case(contexts, rows, dtype=torch.float16, device=triton_device, **shape)
+        assert_close(launch(case, config, **options), case.oracle(**options), looser=2.0)
+
+
+def test_more_requests_than_a_tile(attention_case: Make, assert_close: Make, triton_device: torch.device) -> None:
+    rows = [0, 3, 1] * 6 + [20]
+    case = attention_case([n + 5 for n in rows], rows, device=triton_device, **SMALL)
+    assert_close(launch(case, PrefillConfig(16, 16)), case.oracle(), looser=2.0)
+
+
+@pytest.mark.parametrize("most", [1, 4, 16, 17, 64, 65, 1000])
+def test_the_configuration_fits_the_device(attention_case: Make, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    case = attention_case([40], [40], heads=8, kv_heads=2, size=128, dtype=torch.float16)
+    tables, lens = case.block_tables, case.context_lens
+    call = PagedAttention(case.q, case.k_cache, case.v_cache, tables, lens, 1.0, None, None, 40, case.q)
+    for room in (2**16, 2**17, 2**18):
+        monkeypatch.setattr(
+            "hookline_kernels.attention_prefill_triton.limits", lambda device, room=room: Limits(8, room)
+        )
+        config = prefill_config(call, most)
+        assert (config.block_m + config.stages * 2 * config.block_n) * 256 <= room or config.stages == 1
+        assert config.block_m >= min(most * (4 if config.packed else 1), 64)
+
+
 @pytest.mark.parametrize("implementation", ["torch", NATIVE, "triton"])
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"soft_cap": 2.0}], ids=str)
 def test_unused_entries_never_change_a_bit(
@@ -155,6 +212,34 @@ def test_chunks_give_what_the_whole_prompt_gives(
         assert_close(out, whole[begin:end])
 
 
+@pytest.mark.skipif(NO_NATIVE is not None, reason=f"none here: {NO_NATIVE}")
+@pytest.mark.parametrize("options", [{}, {"window": 37}, {"soft_cap": 2.0}], ids=str)
+def test_native_rows_do_not_depend_on_chunks_or_threads(attention_case: Make, options: Any) -> None:
+    """Nor on how many rows go together, to the last bit."""
+    case = attention_case([700], [300], **SMALL)
+    whole, threads = run(case, "native", **options), torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        for begin, end in ((0, 1), (1, 150), (150, 300)):
+            part = replace(case, q=case.q[begin:end], rows=[end - begin], contexts=[400 + end])
+            assert torch.equal(run(part, "native", **options), whole[begin:end])
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("size", [16, 272, 512])
+def test_native_head_sizes(attention_case: Make, assert_close: Make, size: int) -> None:
+    if NO_NATIVE is not None:
+        pytest.skip(f"none here: {NO_NATIVE}")
+    case = attention_case([40, 9], [33, 2], heads=2, kv_heads=1, size=size)
+    assert_close(run(case, "native"), case.oracle())
+
+
+@pytest.mark.skipif(NO_NATIVE is not None, reason=f"none here: {NO_NATIVE}")
+def test_native_with_more_heads_than_a_part_has_rows(attention_case: Make, assert_close: Make) -> None:
+    case = attention_case([20], [3], heads=300, kv_heads=1, size=16)
+    assert_close(run(case, "native"), case.oracle())
+
+
 def test_writes_into_out(attention_case: Make) -> None:
     case = attention_case([5, 9], [2, 9])
     out = torch.full(case.q.shape, 7.0)
@@ -166,6 +251,17 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.zeros(4, 10, 64)}, ValueError, "multiple of K"),
     ({"query_starts": torch.tensor([0, 2, 4])}, TypeError, "query_starts must be int32"),
     ({"query_starts": torch.tensor([0, 4], dtype=torch.int32)}, ValueError, "one entry more"),
+    (
+        {"query_starts": torch.tensor([0, 9, 2, 9, 4, 9], dtype=torch.int32)[::2]},
+        ValueError,
+        "query_starts must be con",
+    ),
+    (
+        {"context_lens": torch.tensor([2, 9, 3, 9], dtype=torch.int32)[::2]},
+        ValueError,
+        "context_lens must be contiguous",
+    ),
+    ({"context_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "on one device"),
     ({"window": -1}, ValueError, "window"),
     ({"out": torch.zeros(4, 9, 64, dtype=torch.float16)}, ValueError, "out"),
 ]
@@ -187,3 +283,41 @@ def test_bad_arguments_are_refused(change: dict[str, Any], error: type[Exception
     attention_prefill(**arguments)
     with pytest.raises(error, match=message):
         attention_prefill(**{**arguments, **change})
+
+
+UNSOUND: list[tuple[dict[str, list[int]], str]] = [
+    ({"query_starts": [0, 2, 5]}, "rise from 0 to T = 4"),
+    ({"query_starts": [0, 2, 3]}, "rise from 0 to T = 4"),
+    ({"query_starts": [1, 2, 4]}, "rise from 0 to T = 4"),
+    ({"query_starts": [0, 5, 4]}, "rise from 0 to T = 4"),
+    ({"query_starts": [0, -2, 4]}, "rise from 0 to T = 4"),
+    ({"context_lens": [1, 30]}, "request 0 has a context of 1"),
+    ({"context_lens": [2, -30]}, "request 1 has a context of -30"),
+    ({"context_lens": [2, 41]}, "max_context_len = 40"),
+    ({"block_tables": [1, 0, 0, 2, 4, 0]}, "request 1 has block 4 in a cache of 4 blocks"),
+    ({"block_tables": [-1, 0, 0, 2, 1, 0]}, "request 0 has block -1"),
+]
+
+
+@pytest.mark.parametrize("implementation", ["torch", NATIVE, "reference"])
+@pytest.mark.parametrize(("change", "message"), UNSOUND, ids=str)
+def test_numbers_that_cannot_be_followed_are_refused(
+    change: dict[str, list[int]], message: str, implementation: str
+) -> None:
+    numbers = {"query_starts": [0, 2, 4], "context_lens": [2, 30], "block_tables": [1, 9, 9, 2, 3, -9]}
+
+    def call(numbers: dict[str, list[int]], **options: Any) -> None:
+        given = {name: torch.tensor(value, dtype=torch.int32) for name, value in numbers.items()}
+        given["block_tables"] = given["block_tables"].view(2, 3)
+        q, cache = torch.zeros(4, 9, 64), torch.zeros(4, 16, 3, 64)
+        bounds = {"max_query_len": 2, "max_context_len": 40}
+        attention_prefill(q, cache, cache, **given, scale=1.0, implementation=implementation, **bounds, **options)
+
+    call(numbers)
+    with pytest.raises(ValueError, match=message):
+        call(numbers | change)
+    behind = numbers | {"block_tables": [1, 9, 9, -5, 3, 9]}  # a block that the window has left
+    if implementation != "reference":  # which reads what it then masks
+        call(behind, window=12)
+    with pytest.raises(ValueError, match="block -5"):
+        call(behind, window=16)

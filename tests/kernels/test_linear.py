@@ -78,6 +78,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.zeros(2, 8, dtype=torch.float16)}, TypeError, "one type"),
     ({"bias": torch.zeros(4, dtype=torch.float16)}, TypeError, "one type"),
     ({"bias": torch.zeros(5)}, ValueError, "bias"),
+    ({"bias": torch.zeros(8)[::2]}, ValueError, r"contiguous \[4\] is expected"),
+    ({"bias": torch.zeros(1).expand(4)}, ValueError, r"contiguous \[4\] is expected"),
+    ({"weight": torch.zeros(4, 8, device="meta")}, ValueError, "weight on meta"),
     ({"implementation": "upcast"}, ValueError, "cannot be used here"),
 ]
 
@@ -104,8 +107,11 @@ def test_embedding(ids: list[int], kind: torch.dtype, dtype: torch.dtype) -> Non
 def test_embedding_refuses_bad_arguments() -> None:
     table = torch.zeros(10, 7)
     for layout in (table, pack_linear_weight(table)):
-        with pytest.raises(IndexError):
-            embedding(torch.tensor([10]), layout, torch.float32)
+        for wrong in (10, -1):
+            with pytest.raises(IndexError):
+                embedding(torch.tensor([0, wrong]), layout, torch.float32)
+    with pytest.raises(ValueError, match="table on meta"):
+        embedding(torch.tensor([1]), table.to("meta"), torch.float32)
     with pytest.raises(TypeError, match="int32 or int64"):
         embedding(torch.tensor([1.0]), table, torch.float32)
     with pytest.raises(ValueError, match=r"ids \[T\]"):

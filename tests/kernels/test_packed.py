@@ -13,13 +13,14 @@ import hookline_kernels.packed
 from hookline_kernels import native
 from hookline_kernels.embedding import embedding
 from hookline_kernels.implementations import explain
-from hookline_kernels.linear import IMPLEMENTATIONS, linear, pack_linear_weight
+from hookline_kernels.linear import IMPLEMENTATIONS, linear, pack_linear_weight, unpack_linear_weight
 from hookline_kernels.packed import pack, unpack, weight_bytes
 from tests.kernels.test_quantized import draw
 
 REASON = native.load(torch.float32).reason
 BITS = pytest.mark.parametrize("bits", [4, 8])
 TYPES = pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+NO_COMPILER = lambda dtype: native.Native(None, "there is no C compiler")  # noqa: E731
 NATIVE = pytest.mark.skipif(REASON is not None, reason=f"no native kernels here: {REASON}")
 
 
@@ -106,12 +107,12 @@ def test_small_scales(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("without_native", [False, True])
 def test_embedding(bits: int, kind: torch.dtype, without_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if without_native:
-        monkeypatch.setattr(hookline_kernels.packed, "why_not", lambda x: "there is no C compiler")
+        monkeypatch.setattr(native, "load", NO_COMPILER)
     weight = draw(96, 64, bits=bits)
     for ids in ([], [0], [95, 31, 32, 33, 31]):
         found = embedding(torch.tensor(ids, dtype=torch.int32), pack(weight), kind)
         assert torch.equal(found, weight.values()[ids].to(kind))
-    for wrong in (96, -97, 2**40):
+    for wrong in (96, -1, -97, 2**40):
         with pytest.raises(IndexError):
             embedding(torch.tensor([0, wrong]), pack(weight), kind)
 
@@ -138,13 +139,69 @@ def test_what_stays_quantised() -> None:
 def test_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight is loaded as values, and one that was packed elsewhere is still multiplied."""
     packed = pack(draw(32, 64, bits=4))
-    monkeypatch.setattr(hookline_kernels.packed, "why_not", lambda x: "there is no C compiler")
-    monkeypatch.setattr(hookline_kernels.linear, "why_not", lambda x: "there is no C compiler")
+    monkeypatch.setattr(native, "load", NO_COMPILER)
     assert pack_linear_weight(draw(32, 64, bits=4)).dtype == torch.float32
     choice = explain(IMPLEMENTATIONS, (torch.zeros(2, 64), packed))
     assert choice.name == "reference"
     assert "packed" in str(choice)
     assert torch.equal(linear(torch.eye(64), packed), unpack(packed).t())
+    assert torch.equal(unpack_linear_weight(packed, torch.float32), unpack(packed))
+
+
+@pytest.mark.parametrize("own_products", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_weight_stays_a_quantised_tensor(
+    kind: torch.dtype, own_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a CPU that multiplies each 16-bit type by itself, with no compiler."""
+    monkeypatch.setattr(native, "load", NO_COMPILER)
+    capabilities = {"avx512_fp16": own_products, "amx_fp16": own_products, "amx_bf16": own_products}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    native.has_native_16bit_products.cache_clear()
+    try:
+        assert native.has_native_16bit_products(torch.bfloat16) == own_products
+        assert not native.has_native_16bit_products(torch.float32)
+        weight = draw(32, 64, bits=4)
+        found = pack_linear_weight(weight, torch.device("cpu"), kind)
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, weight.values().to(kind))
+    finally:
+        native.has_native_16bit_products.cache_clear()
+
+
+@NATIVE
+def test_unpacking_leaves_what_is_right_or_no_weight() -> None:
+    packed = pack(draw(32, 64, bits=4))
+    assert unpack_linear_weight(packed, torch.float32) is packed
+    other = torch.zeros(3, 4, 5, dtype=torch.uint8)
+    assert unpack_linear_weight(other, torch.float16) is other
+    assert torch.equal(unpack_linear_weight(packed, torch.float16), unpack(packed).half())
+
+
+@NATIVE
+@BITS
+@pytest.mark.parametrize("biased", [False, True])
+def test_panels_of_bf16_where_the_cpu_has_products_of_it(
+    bits: int, biased: bool, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hookline_kernels.packed, "PANEL", 64)
+    monkeypatch.setattr(hookline_kernels.packed, "has_native_16bit_products", lambda dtype: True)
+    weight, x = draw(160, 96, bits=bits), randn(9, 96, dtype=torch.bfloat16)
+    bias = randn(160, dtype=torch.bfloat16, seed=1) if biased else None
+    want = linear(x, weight.values().bfloat16(), bias, implementation="reference")
+    found = linear(x, pack(weight), bias, implementation="packed_panels")
+    scale = weight.values().abs().max().item()
+    assert_close(found / scale, want.double() / scale, looser=2.0)
+    exact = linear(x, pack(weight), bias, wide=True, implementation="packed_panels")
+    assert_close(exact / scale, linear(x, pack(weight), bias, wide=True, implementation="reference") / scale)
+
+
+def test_a_quantised_tensor_itself_is_refused() -> None:
+    weight = draw(32, 64, bits=4)
+    with pytest.raises(TypeError, match="linear: the weight is a QuantizedTensor"):
+        linear(torch.zeros(2, 64), weight)
+    with pytest.raises(TypeError, match="embedding: the table is a QuantizedTensor"):
+        embedding(torch.tensor([0]), weight, torch.float32)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -42,6 +42,18 @@ KEPT: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: torch.cat([x, x[1:3]]),
     lambda x: torch.cat([x.view(3, 4, 64), x.view(3, 4, 64)], dim=1),
     lambda x: x.detach().clone(),
+    lambda x: x.view(3, 4, 64).permute(1, 0, 2),
+    lambda x: x.view(3, 4, 64).movedim(1, 0),
+    lambda x: x[5],
+    lambda x: x.view(3, 4, 64)[:, -2],
+    lambda x: x[None].unsqueeze(-2),
+    lambda x: x.split(5)[2],
+    lambda x: x.split([2, 10])[1],
+    lambda x: x.chunk(3)[1],
+    lambda x: x.unbind()[4],
+    lambda x: torch.stack([x, torch.stack([x[row] for row in range(len(x) - 1, -1, -1)])]),
+    lambda x: torch.stack([x[:6], x[6:]], dim=1),
+    lambda x: x.narrow(0, 3, 4),
 ]
 
 
@@ -67,8 +79,23 @@ MULTIPLIED_OUT: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x * 2 + 1,
     lambda x: x.to(torch.bfloat16),
     lambda x: torch.nn.functional.linear(torch.ones(3, 64), x),
-    lambda x: torch.stack([x, x]),
+    lambda x: torch.stack([x, x], dim=-1),
+    lambda x: torch.stack([x, torch.zeros(12, 64)]),
     lambda x: x[[4, 1]],
+    lambda x: x[:, 3],
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.permute(1, 0),
+    lambda x: x.split(32, dim=1)[1],
+    lambda x: x.unbind(1)[1],
+    lambda x: x.view(torch.int32),
+    lambda x: torch.cat([x, x], out=torch.zeros(24, 64)),
+    lambda x: x.to(torch.float32),
+    lambda x: x.to("cpu"),
+    lambda x: x.to(torch.zeros(1)),
+    lambda x: x.float(),
+    lambda x: x.type(torch.float32),
+    lambda x: x.cpu(),
+    lambda x: torch.ops.aten._to_copy(x),
 ]
 
 
@@ -88,15 +115,38 @@ def test_every_other_operation_sees_the_values(bits: int, function: Callable[[to
         lambda x: x.mul_(2),
         lambda x: x.copy_(torch.zeros(12, 64)),
         lambda x: x.index_fill_(0, torch.tensor([1]), 0.0),
+        lambda x: x[0].fill_(1),
+        lambda x: x[2:4].zero_(),
+        lambda x: x.view(3, 4, 64)[1].copy_(torch.zeros(4, 64)),
+        lambda x: x.__setitem__(0, 5.0),
+        lambda x: x.__setitem__((slice(None), 3), 5.0),
+        lambda x: torch.cat([x[:6], x[6:]], out=x),
+        lambda x: torch.add(x, 1, out=x),
     ],
 )
 def test_writing_is_refused(bits: int, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     weight = draw(12, 64, bits=bits)
     with pytest.raises(TypeError, match="writes to a quantised tensor"):
         function(weight)
-    target = torch.zeros(12, 64)
-    target.copy_(weight)
-    assert torch.equal(target, weight.values())
+    target = torch.zeros(2, 12, 64)
+    target[0].copy_(weight)
+    target[1] = weight
+    assert torch.equal(target[0], weight.values())
+    assert torch.equal(target[1], weight.values())
+
+
+@BITS
+def test_what_loses_the_codes_is_a_copy(bits: int) -> None:
+    weight = draw(12, 64, bits=bits)
+    before = weight.values()
+    weight.t().zero_()
+    weight[:, 3].fill_(1)
+    assert torch.equal(weight.values(), before)
+
+
+def test_no_kernel_gets_an_address() -> None:
+    with pytest.raises(TypeError, match="no values in memory"):
+        draw(4, 64, bits=8).data_ptr()
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
@@ -108,6 +158,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         (codes, scales[:3], scales),
         (codes, scales, scales[:, :1]),
         (codes[:, :40], scales, scales),
+        (codes, scales.float(), scales),
+        (codes, scales, scales.bfloat16()),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             QuantizedTensor(*parts)

@@ -11,7 +11,7 @@ from hookline.errors import InvalidRequestError
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.block_pool import BlockLedgerError, BlockPool
 from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch
-from hookline.scheduling.scheduler import Scheduler, SchedulerError
+from hookline.scheduling.scheduler import ADMIT_AFTER, Scheduler, SchedulerError
 
 SIZE, EOS = 4, 99
 
@@ -271,7 +271,7 @@ def test_a_step_that_did_not_happen_is_scheduled_anew() -> None:
     scheduler.abort("b")
     scheduler.retract(batch)
     scheduler.check()
-    with pytest.raises(SchedulerError, match="not the step in flight"):
+    with pytest.raises(SchedulerError, match="not the newest step in flight"):
         scheduler.retract(batch)
     assert step(scheduler) == [("a", 3, 1, True), ("c", 0, 3, True)]
 
@@ -286,11 +286,11 @@ def test_verbs_out_of_turn_are_refused() -> None:
     batch = scheduler.schedule()
     with pytest.raises(SchedulerError, match="in flight"):
         scheduler.schedule()
-    with pytest.raises(SchedulerError, match="not the step"):
+    with pytest.raises(SchedulerError, match="not the oldest step"):
         scheduler.update(ScheduledBatch((), 0, 0), [])
     with pytest.raises(SchedulerError, match="2 lists of sampled tokens for 1"):
         scheduler.update(batch, [[1], [2]])
-    assert request.computed_tokens == 0
+    assert (request.computed_tokens, request.pending_tokens) == (3, 1)
     scheduler.update(batch, [[]])
     with pytest.raises(SchedulerError, match="'a' got no token"):
         scheduler.schedule()
@@ -310,3 +310,25 @@ def test_check_sees_a_block_with_a_second_owner() -> None:
     requests[0].block_table.append(requests[1].block_table[0])
     with pytest.raises(BlockLedgerError, match=r"has 1 references and stands in the tables of \['a', 'b'\]"):
         scheduler.check()
+
+
+def test_requests_are_let_in_together() -> None:
+    """With two seats in four wanted, one that is free stays so until another is, or for so many steps."""
+    scheduler = make(max_running=4, admit_together=2)
+    for name in "abcdef":
+        scheduler.add(ask(name, 3))
+    assert [part[0] for part in step(scheduler)] == ["a", "b", "c", "d"]
+    scheduler.abort("a")
+    assert [part[0] for part in step(scheduler)] == ["b", "c", "d"]
+    scheduler.abort("b")
+    assert [part[0] for part in step(scheduler)] == ["c", "d", "e", "f"]
+    scheduler.add(ask("g", 3))
+    scheduler.abort("c")
+    held = 0
+    while "g" not in [part[0] for part in step(scheduler)]:
+        held += 1
+    assert held == ADMIT_AFTER
+    scheduler.add(ask("h", 3))
+    for name in "defg":
+        scheduler.abort(name)
+    assert [part[0] for part in step(scheduler)] == ["h"], "held back with nobody running"

@@ -7,7 +7,7 @@ beforehand, and a block that is shared, used again or given away wrongly shows a
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 
@@ -41,6 +41,8 @@ EXPECTED_EVENTS = (
     "shared block",
     "several tokens",
     "stop",
+    "surplus token",
+    "update after preemption",
 )
 
 
@@ -78,6 +80,10 @@ class Followed:
                 break
         self.ended_with: FinishReason | None = None
 
+    def digest_at(self, position: int) -> int:
+        """What the cache holds there; past the answer's end one for all, for those tokens are dropped."""
+        return self.digests[position] if position < len(self.digests) else -2
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         before = self.digests[-1] if self.digests else len(self.request.cache_salt)
@@ -97,8 +103,11 @@ class Simulation:
         if rng.random() < 0.8:
             self.max_model_len = max(2, min(self.max_model_len, self.pool.num_blocks * self.block_size))
         self.max_batch_tokens = rng.randint(1, 40)
+        self.depth = rng.choice((1, 1, 2, 3))
+        self.flights: deque[tuple[ScheduledBatch, list[list[int]]]] = deque()
         self.scheduler = Scheduler(
             self.pool,
+            max_in_flight=self.depth,
             max_batch_tokens=self.max_batch_tokens,
             max_running=rng.randint(1, 8),
             max_model_len=self.max_model_len,
@@ -118,11 +127,13 @@ class Simulation:
             self.check()
         self.quiet = True
         live = [len(followed.tokens) for followed in self.live()]
-        bound = self.steps + sum(live if self.natural else (length * length for length in live))
+        bound = self.steps + self.depth * sum(live if self.natural else (length * length for length in live))
         while self.scheduler.has_work:
             self.step()
             self.check()
             assert self.steps <= bound, "too many steps to the end"
+        while self.flights:
+            self.land()
         assert self.pool.num_referenced == self.scheduler.num_running == self.scheduler.num_waiting == 0
         self.seen["evicted"] += self.pool.counters.evicted_blocks
         self.seen["prefix hit"] += self.pool.counters.hit_tokens
@@ -160,8 +171,14 @@ class Simulation:
             self.followed[request.request_id] = Followed(request, rng.randrange(2))
 
     def step(self) -> None:
+        if len(self.flights) == self.depth or (self.flights and self.rng.random() < 0.2):
+            self.land()
+            return
         before = self.live()
         batch = self.scheduler.schedule()
+        if self.flights and not batch.requests:
+            self.land()
+            return
         assert bool(batch.requests) == bool(before), "a step without work, or work without a step"
         if not before:
             return
@@ -181,6 +198,15 @@ class Simulation:
             self.scheduler.retract(batch)
             self.seen["retracted step"] += 1
             return
+        self.flights.append((batch, sampled))
+        if self.depth == 1:
+            self.land()
+
+    def land(self) -> None:
+        """The oldest step's results arrive."""
+        batch, sampled = self.flights.popleft()
+        waiting = [part.request.status is RequestStatus.WAITING for part in batch.requests]
+        self.seen["update after preemption"] += any(waiting)
         results = self.scheduler.update(batch, sampled)
         assert [request for request, _ in results] == [part.request for part in batch.requests if part.samples]
 
@@ -189,10 +215,10 @@ class Simulation:
         assert [part.count == 1 for part in parts] == sorted((part.count == 1 for part in parts), reverse=True)
         assert batch.num_decodes == sum(part.count == 1 for part in parts)
         assert batch.num_tokens == sum(part.count for part in parts) <= self.max_batch_tokens
-        assert all(part.count >= 1 and part.start == part.request.computed_tokens for part in parts)
+        assert all(part.count >= 1 and part.start + part.count == part.request.computed_tokens for part in parts)
         assert all(len(p.request.block_table) == self.pool.blocks_for(p.start + p.count) for p in parts), "hoarding"
         assert len({part.request for part in parts}) == len(parts)
-        if self.natural:
+        if self.natural and not self.flights:
             assert oldest.request in [part.request for part in parts], "the oldest request does not move"
         self.seen["preemption" if self.natural else "forced preemption"] += len(batch.preempted)
         self.seen["preempted twice"] += any(request.preemptions > 1 for request in batch.preempted)
@@ -203,21 +229,23 @@ class Simulation:
         """All parts write their places, then all read their context; returns the tokens of the parts that sample."""
         size = self.block_size
         for part in batch.requests:
-            digests = self.followed[part.request.request_id].digests
+            followed = self.followed[part.request.request_id]
             for position in range(part.start, part.start + part.count):
                 block_id = part.request.block_table[position // size]
                 assert self.pool.references(block_id) == 1 and not self.pool.is_reusable(block_id), "shared and written"
-                self.cache[block_id * size + position % size] = digests[position]
+                self.cache[block_id * size + position % size] = followed.digest_at(position)
         sampled = []
         for part in batch.requests:
             followed = self.followed[part.request.request_id]
             context = part.start + part.count
             read = [value for i in part.request.block_table for value in self.cache[i * size : (i + 1) * size]]
-            assert read[:context] == followed.digests[:context], f"{part.request.request_id} reads another's cache"
-            assert part.samples == (context == part.request.num_tokens)
+            expected = [followed.digest_at(position) for position in range(context)]
+            assert read[:context] == expected, f"{part.request.request_id} reads another's cache"
+            assert part.samples == (context == part.request.num_tokens - part.samples)
             if part.samples:
-                done = len(part.request.output_token_ids)
-                count = self.rng.choice((1, 1, 1, 2, 3))
+                done = len(part.request.output_token_ids) + part.request.pending_tokens - 1
+                self.seen["surplus token"] += done >= len(followed.answer)
+                count = self.rng.choice((1, 1, 1, 2, 3)) if self.depth == 1 else 1
                 self.seen["several tokens"] += count > 1
                 beyond = followed.answer[done : done + count]
                 sampled.append([] if part.request.status is RequestStatus.FINISHED else [*beyond, 0][: max(1, count)])

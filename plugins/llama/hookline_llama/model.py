@@ -19,7 +19,6 @@ from hookline.parallel import Parallel
 from hookline_kernels.embedding import embedding
 from hookline_kernels.linear import linear
 from hookline_kernels.rms_norm import rms_norm
-from hookline_kernels.rotary import apply_rotary
 from hookline_llama.config import LlamaConfig
 from hookline_llama.container import LlamaLayer, LlamaWeights
 
@@ -99,11 +98,8 @@ class LlamaModel(TransformerModel):
         rotary: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        heads, dim = self.heads, self.config.head_dim
-        qkv = linear(hidden, layer.qkv_w, layer.qkv_b).view(len(hidden), -1, dim)
-        q, k, v = qkv.tensor_split((heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1)
-        q, k = apply_rotary(q, k, *rotary)
-        return linear(self.attention(index, q, k, v, batch), layer.attn_out_w, layer.attn_out_b)
+        qkv = linear(hidden, layer.qkv_w, layer.qkv_b).view(len(hidden), -1, self.config.head_dim)
+        return linear(self.attention.with_rotary(index, qkv, rotary, batch), layer.attn_out_w, layer.attn_out_b)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, self.weights.word_unembed, wide=True)

@@ -1,0 +1,87 @@
+"""What a loaded model costs: its parameters sorted by what a token does with them, and its cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from hookline.benchmark.roofline import ModelCosts
+from hookline.loading import OpenedModel
+from hookline.parameter_base import Parameter
+from hookline.parameters import (
+    EmbeddingParameter,
+    FusedMoEGatedMLPParameter,
+    FusedMoEMLP2Parameter,
+    TransposedFusedMoEGatedMLPParameter,
+    TransposedFusedMoEMLP2Parameter,
+    UnembedParameter,
+    UnfusedMoEGatedMLPParameter,
+    UnfusedMoEMLP1Parameter,
+    UnfusedMoEMLP2Parameter,
+)
+from hookline_kernels.packed import TILE, is_packed
+from hookline_kernels.quantized import GROUP
+
+_EXPERTS = (
+    *(UnfusedMoEMLP1Parameter, UnfusedMoEMLP2Parameter, UnfusedMoEGatedMLPParameter),
+    *(FusedMoEGatedMLPParameter, FusedMoEMLP2Parameter),
+    *(TransposedFusedMoEGatedMLPParameter, TransposedFusedMoEMLP2Parameter),
+)
+
+
+def model_costs(opened: OpenedModel) -> ModelCosts:
+    """The costs of a model whose weights are in place.
+
+    The kind of each parameter tells its role: embeddings are looked up, so they count only where the head is tied to
+    them; experts are read as the router chooses. Experts need `n_experts` and `n_top_k` on the model or its config;
+    without them all are counted, as if every one were read.
+    """
+    bytes_of, weights_of = _by_role(opened)
+    model = opened.model
+    shapes = model.shapes
+    num_experts, per_token = (_count(opened, name) for name in ("n_experts", "n_top_k"))
+    if not num_experts or not per_token:
+        num_experts = per_token = 1 if bytes_of["expert"] else 0
+    return ModelCosts(
+        layer_bytes=bytes_of["layer"],
+        layer_weights=weights_of["layer"],
+        head_bytes=bytes_of["head"],
+        head_weights=weights_of["head"],
+        cache_bytes=sum(spec.bytes_per_token() for spec in model.cache_specs()),
+        attention_width=model.heads.num_heads * shapes.head_dim * shapes.num_layers,
+        expert_bytes=bytes_of["expert"],
+        expert_weights=weights_of["expert"],
+        num_experts=num_experts,
+        experts_per_token=per_token,
+    )
+
+
+def _by_role(opened: OpenedModel) -> tuple[Counter[str], Counter[str]]:
+    """Bytes, and numbers of weights, of each role."""
+    bytes_of, weights_of = Counter[str](), Counter[str]()
+    for _, container in opened.containers.containers():
+        for name, kind in container.parameter_kinds.items():
+            tensor: torch.Tensor | None = getattr(container, name)
+            if tensor is not None:
+                role = _role(kind)
+                bytes_of[role] += tensor.numel() * tensor.element_size()
+                weights_of[role] += _num_weights(tensor)
+    return bytes_of, weights_of
+
+
+def _role(kind: type[Parameter]) -> str:
+    if issubclass(kind, EmbeddingParameter):
+        return "embedding"
+    if issubclass(kind, UnembedParameter):
+        return "head"
+    return "expert" if issubclass(kind, _EXPERTS) else "layer"
+
+
+def _num_weights(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] * TILE * tensor.shape[1] * GROUP if is_packed(tensor) else tensor.numel()
+
+
+def _count(opened: OpenedModel, name: str) -> int:
+    value = getattr(opened.model, name, getattr(opened.config, name, 0))
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,121 @@
+"""What the hardware allows: the least time of a decode step, a prefill and a whole workload. Pure arithmetic.
+
+    decode step   (weight bytes read + sum over requests of context * cache bytes a token) / bandwidth,
+                  and not less than FLOPs / peak
+    prefill       2 * tokens * active weights / peak + 2 * S^2 * H * D * layers / attention rate  (causal, S tokens)
+    workload      its prefills, its cache reads, and for each decoded token max(2 * weights / peak, weight bytes /
+                  (batch * bandwidth)), one after the other
+    experts       of E experts, k chosen by each of T tokens independently, E * (1 - (1 - k / E)^T) are read
+
+Letters as in model.py: S tokens of one prompt here, H heads, D head size. Windows of attention are not considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hookline.benchmark.workload import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a device can do; None where that is not known.
+
+    Attributes:
+        bandwidth: bytes a second that a kernel can read.
+        peak: FLOP a second of large matrix products in the model's type.
+        attention: FLOP a second of the best known causal attention.
+        source: where the numbers are from.
+    """
+
+    bandwidth: float | None = None
+    peak: float | None = None
+    attention: float | None = None
+    source: str = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """What a model costs, read from its parameters and cache groups.
+
+    Attributes:
+        layer_bytes, layer_weights: bytes and number of weights that every token passes, experts and head left out.
+        head_bytes, head_weights: of the output head, which only tokens that sample pass.
+        cache_bytes: bytes of cache that one token takes, over all groups.
+        attention_width: query heads * head size * layers.
+        expert_bytes, expert_weights: of all experts of all layers; 0 without experts.
+        num_experts, experts_per_token: E and k of a layer.
+    """
+
+    layer_bytes: int
+    layer_weights: int
+    head_bytes: int
+    head_weights: int
+    cache_bytes: int
+    attention_width: int
+    expert_bytes: int = 0
+    expert_weights: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def step_bytes(self, tokens: int) -> float:
+        """Weight bytes that one step over `tokens` tokens reads; the embedding's few rows are not counted."""
+        experts = 0.0
+        if self.num_experts:
+            share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens
+            experts = self.expert_bytes * share
+        return self.layer_bytes + self.head_bytes + experts
+
+    @property
+    def active_weights(self) -> float:
+        """Weights that one token is multiplied with, the head left out."""
+        chosen = self.experts_per_token / self.num_experts if self.num_experts else 0.0
+        return self.layer_weights + self.expert_weights * chosen
+
+    @property
+    def token_flops(self) -> float:
+        """FLOP of one decoded token in matrix products, the head included, attention not."""
+        return 2 * (self.active_weights + self.head_weights)
+
+
+def decode_floor(costs: ModelCosts, limits: Limits, batch: int, context: float) -> float | None:
+    """Least seconds of a decode step of `batch` requests with `context` tokens each; None without a bandwidth."""
+    if limits.bandwidth is None:
+        return None
+    seconds = (costs.step_bytes(batch) + batch * context * costs.cache_bytes) / limits.bandwidth
+    return seconds if limits.peak is None else max(seconds, batch * costs.token_flops / limits.peak)
+
+
+def serial_decode_floor(costs: ModelCosts, limits: Limits, batch: int, context: float) -> float | None:
+    """The same where matrix products and attention run one after the other, as kernels do."""
+    if limits.bandwidth is None or limits.peak is None:
+        return None
+    products = max(costs.step_bytes(batch) / limits.bandwidth, batch * costs.token_flops / limits.peak)
+    return products + batch * context * costs.cache_bytes / limits.bandwidth
+
+
+def prefill_floor(costs: ModelCosts, limits: Limits, prompts: Sequence[int]) -> float | None:
+    """Least seconds to compute prompts of these lengths and the first token of each."""
+    if limits.peak is None or limits.attention is None:
+        return None
+    products = 2 * costs.active_weights * sum(prompts) + 2 * costs.head_weights * len(prompts)
+    attention = 2 * costs.attention_width * sum(length * length for length in prompts)
+    seconds = products / limits.peak + attention / limits.attention
+    if limits.bandwidth is not None:
+        seconds = max(seconds, costs.step_bytes(sum(prompts)) / limits.bandwidth)
+    return seconds
+
+
+def workload_floor(costs: ModelCosts, limits: Limits, work: Sequence[Lengths], batch: int) -> float | None:
+    """Least seconds to serve `work`, all of it there at the start, with `batch` requests decoding at a time.
+
+    The first token of a request comes with its prefill; the others are decoded, with half the output in the context.
+    """
+    prefill = prefill_floor(costs, limits, [length.prompt for length in work])
+    if prefill is None or limits.bandwidth is None or limits.peak is None:
+        return None
+    decoded = sum(length.output - 1 for length in work)
+    cached = sum((length.output - 1) * (length.prompt + length.output / 2) for length in work)
+    token = max(costs.token_flops / limits.peak, costs.step_bytes(batch) / (batch * limits.bandwidth))
+    return prefill + decoded * token + cached * costs.cache_bytes / limits.bandwidth

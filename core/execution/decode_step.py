@@ -1,0 +1,134 @@
+"""A whole decode step on the device: inputs from the slots, forward pass, logits, choice, and the slots' new tokens.
+
+It reads nothing from the host and its shapes are fixed by the number of rows, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from hookline.execution.device_batch import DeviceBatch
+from hookline.model import CacheTensors, ForwardBatch, TransformerModel
+from hookline_kernels.decode_inputs import DecodeInputs, SamplingOptions, decode_inputs
+from hookline_kernels.sampling import sample
+
+# Rows of the captured steps: few apart where a row more costs a good part of a step.
+_SMALL, _STEP_8_UP_TO, _STEP_16_UP_TO = (1, 2, 4), 64, 256
+
+Notice = Callable[[int, int], None]
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of rows for which steps are captured: 1, 2, 4, by 8 to 64, by 16 to 256, by 32 beyond; `most` is last."""
+    sizes = [*_SMALL, *range(8, _STEP_8_UP_TO + 1, 8), *range(_STEP_8_UP_TO + 16, _STEP_16_UP_TO + 1, 16)]
+    sizes += range(_STEP_16_UP_TO + 32, most + 1, 32)
+    return (*(size for size in sizes if size < most), most)
+
+
+class DecodeStep:
+    """Runs decode steps of a number of rows, from a CUDA graph where there is one.
+
+    Args:
+        max_context_len: most tokens of a request, a bound for every context.
+        rope_lengths: whether the model asks for `ForwardBatch.rope_lengths`.
+    """
+
+    def __init__(
+        self,
+        model: TransformerModel,
+        cache: Mapping[str, Sequence[CacheTensors]],
+        batch: DeviceBatch,
+        max_context_len: int,
+        rope_lengths: bool,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.batch = batch
+        self.max_context_len = max_context_len
+        self.rope_lengths = rope_lengths
+        self.sizes = bucket_sizes(batch.inputs.token_ids.shape[0])
+        device = batch.device
+        self._order = torch.arange(self.sizes[-1] + 1, device=device)
+        self._starts = self._order.int()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def size_for(self, rows: int) -> int:
+        """Rows of the smallest step that holds so many."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def run(self, rows: torch.Tensor) -> torch.Tensor:
+        """One step of the rows [3, R] that `DeviceBatch.rows` made: the tokens [R] int64, -1 where none can be chosen.
+
+        With a graph the answer lies in memory that the next step of this size writes to.
+        """
+        captured = self._graphs.get(rows.shape[1])
+        if captured is None:
+            return self._run(rows)
+        captured[0].replay()
+        return captured[1]
+
+    def capture(self, notice: Notice | None = None) -> float:
+        """Captures all sizes as CUDA graphs, the largest first, whose memory the smaller ones use again.
+
+        Args:
+            notice: is told how many of how many are done.
+
+        Returns:
+            seconds that it took.
+        """
+        begin = time.perf_counter()
+        pool = None
+        for done, size in enumerate(reversed(self.sizes)):
+            rows = self.batch.rows((), size)
+            with torch.inference_mode():
+                self._run(rows)  # compiles what is not compiled, outside of the graph
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    tokens = self._run(rows)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph, tokens
+            if notice is not None:
+                notice(done + 1, len(self.sizes))
+        return time.perf_counter() - begin
+
+    def kinds(self) -> list[Callable[[], object]]:
+        """A step of each kind that has kernels of its own. All their rows are padding, so that they may run at once."""
+        most = self.sizes[-1]
+        sizes = sorted({self.size_for(min(2**power, most)) for power in range(most.bit_length() + 1)})
+        return [partial(self._run, self.batch.padding_rows(size)) for size in sizes]
+
+    @torch.inference_mode()
+    def _run(self, rows: torch.Tensor) -> torch.Tensor:
+        inputs, kept = self.batch.inputs.first(rows.shape[1]), self.batch.kept
+        decode_inputs(rows, kept, inputs, self.batch.block_size)
+        hidden = self.model.forward(self._forward_batch(inputs))
+        tokens = choose_tokens(self.model.compute_logits(hidden), inputs.options)
+        kept.last_tokens.index_copy_(0, rows[0].long(), tokens.clamp(min=0))
+        return tokens
+
+    def _forward_batch(self, inputs: DecodeInputs) -> ForwardBatch:
+        rows = inputs.token_ids.shape[0]
+        return ForwardBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            block_tables=inputs.block_tables,
+            query_starts=self._starts[: rows + 1],
+            context_lens=inputs.context_lens,
+            logits_rows=self._order[:rows],
+            num_decodes=rows,
+            max_query_len=1,
+            max_context_len=self.max_context_len,
+            rope_lengths=inputs.rope_lengths if self.rope_lengths else None,
+            cache=self.cache,
+        )
+
+
+def choose_tokens(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
+    """The next token of each row of `logits` [R, V] under the rows' options: [R] int64, -1 where none can be chosen."""
+    return sample(logits, options, implementation=None if logits.is_cuda else "reference").token_ids

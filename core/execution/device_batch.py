@@ -1,0 +1,132 @@
+"""The running requests as the device keeps them: one slot each, and the rows of a decode step.
+
+The host writes only what the device cannot know: which requests run, where each one's token stands, and blocks that
+were just given out. What a step chooses stays on the device, where the next step reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hookline.batch_processor import upload
+from hookline.execution.sampling_state import SamplingState
+from hookline.scheduling.request import Request, ScheduledRequest
+from hookline_kernels.decode_inputs import DecodeInputs, RequestSlots, SamplingOptions
+
+
+class DeviceBatch:
+    """Slots and buffers.
+
+    Args:
+        max_running: most requests at a time.
+        max_blocks: most cache blocks of a request.
+        max_rows: most rows of a decode step, padding included.
+        block_size: tokens of a block.
+        steps: most steps in flight.
+    """
+
+    def __init__(
+        self, max_running: int, max_blocks: int, max_rows: int, block_size: int, steps: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+        # The last slot is nobody's: rows of padding name it.
+        self.kept = RequestSlots.zeros(max_running + 1, max_blocks, device)
+        self.inputs = DecodeInputs.zeros(max_rows, max_blocks, device)
+        self._rows = torch.zeros(3 * max_rows, dtype=torch.int32, device=device)
+        self._padding = max_running
+        self._free = list(reversed(range(max_running)))
+        self._slots: dict[Request, int] = {}
+        # One more than steps in flight: what a step uploads is not written again before its result has come.
+        pinned = device.type == "cuda"
+        self._staging = [torch.zeros(3 * max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(steps + 1)]
+
+    def holds(self, request: Request) -> bool:
+        """Whether the request has a slot, so that the device knows its last token."""
+        return request in self._slots
+
+    def release(self, request: Request) -> None:
+        """Lets the request's slot go. It may be given on at once: steps run in the order of their launches."""
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def rows(self, parts: Sequence[ScheduledRequest], count: int) -> torch.Tensor:
+        """The rows [3, count] of a decode step of `parts`, padded; uploaded, not waited for."""
+        staging = self._staging[0]
+        self._staging.append(self._staging.pop(0))
+        host = staging.numpy()[: 3 * count].reshape(3, count)
+        real, slots, size = len(parts), self._slots, self.block_size
+        host[0, :real] = [slots[part.request] for part in parts]
+        host[1, :real] = [part.start for part in parts]
+        host[2, :real] = -1
+        for row in np.flatnonzero(host[1, :real] % size == 0).tolist():
+            part = parts[row]
+            host[2, row] = part.request.block_table[part.start // size]
+        host[0, real:] = self._padding
+        host[1, real:] = -1
+        rows = self._rows[: 3 * count]
+        rows.copy_(staging[: 3 * count], non_blocking=True)
+        return rows.view(3, count)
+
+    def padding_rows(self, count: int) -> torch.Tensor:
+        """Rows [3, count] of a step of no request."""
+        rows = torch.full((3, count), -1, dtype=torch.int32, device=self.device)
+        rows[0] = self._padding
+        return rows
+
+    def last_tokens(self, requests: Sequence[Request]) -> torch.Tensor:
+        """The tokens [len(requests)] int64 that steps in flight choose for these requests."""
+        return self.kept.last_tokens.index_select(0, self.upload([self._slots[request] for request in requests]))
+
+    def take_in(
+        self, requests: Sequence[Request], tables: torch.Tensor, states: Mapping[str, SamplingState]
+    ) -> torch.Tensor:
+        """Gives slots to those of `requests` that have none, and takes all their block tables.
+
+        Args:
+            tables: [len(requests), blocks] int32, on the device.
+            states: sampling states by request id.
+
+        Returns:
+            the slots [len(requests)] int64, on the device.
+        """
+        fresh = [request for request in requests if request not in self._slots]
+        for request in fresh:
+            self._slots[request] = self._free.pop()
+        if fresh:
+            self._write_options(fresh, [states[request.request_id] for request in fresh])
+        slots = self.upload([self._slots[request] for request in requests])
+        self.kept.tables[:, : tables.shape[1]].index_copy_(0, slots, tables)
+        return slots
+
+    def _write_options(self, requests: Sequence[Request], states: Sequence[SamplingState]) -> None:
+        slots = self.upload([self._slots[request] for request in requests])
+        floats = [(state.temperature, state.params.top_p, state.params.min_p) for state in states]
+        integers = [(len(r.prompt_token_ids), s.top_k, s.signed_key) for r, s in zip(requests, states, strict=True)]
+        columns = upload(torch.tensor(floats, dtype=torch.float64).t().contiguous(), self.device)
+        numbers = upload(torch.tensor(integers, dtype=torch.int64).t().contiguous(), self.device)
+        kept = self.kept
+        for target, values in ((kept.temperature, columns[0]), (kept.top_p, columns[1]), (kept.min_p, columns[2])):
+            target.index_copy_(0, slots, values.to(target.dtype))
+        for target, values in ((kept.prompt_lens, numbers[0]), (kept.top_k, numbers[1]), (kept.keys, numbers[2])):
+            target.index_copy_(0, slots, values.to(target.dtype))
+
+    def options(self, requests: Sequence[Request], slots: torch.Tensor) -> SamplingOptions:
+        """The sampling options of requests, whose tokens of this step are pending, from their slots."""
+        kept = self.kept
+        numbers = [len(request.output_token_ids) + request.pending_tokens - 1 for request in requests]
+        columns = {name: getattr(kept, name).index_select(0, slots) for name in ("temperature", "top_p", "min_p")}
+        return SamplingOptions(
+            **columns,
+            top_k=kept.top_k.index_select(0, slots),
+            num_outputs=self.upload(numbers).int(),
+            keys=kept.keys.index_select(0, slots),
+        )
+
+    def upload(self, values: Sequence[int]) -> torch.Tensor:
+        """`values` as int64 on the device; not waited for."""
+        return upload(torch.tensor(values, dtype=torch.int64), self.device)

@@ -1,0 +1,89 @@
+"""Where a step's time goes: the arithmetic on spans of a GPU, and a real trace on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hookline.benchmark.measure import Choice
+from hookline.benchmark.setup import Bench
+from hookline.benchmark.step_profile import Span, from_spans, profile_decode
+from hookline.benchmark.workload import Lengths
+from hookline.errors import HooklineError
+
+
+def spans_of_steps(gap: float, steps: int = 3) -> list[Span]:
+    """Steps of three kernels each: 10, 4 and 4 us with 1 us between; the last two overlap by 2 us."""
+    found, start = [], 100.0
+    for _ in range(steps):
+        found += [
+            Span("product", start, start + 10),
+            Span("norm", start + 11, start + 15),
+            Span("norm", start + 13, start + 17),
+        ]
+        start += 17 + gap
+    return found
+
+
+def test_kernels_by_name_the_longest_first() -> None:
+    found = from_spans(spans_of_steps(gap=20.0), steps=3, wall=120.0)
+    assert [(row.name, row.calls, row.microseconds) for row in found.rows] == [("product", 1, 10), ("norm", 2, 8)]
+    assert found.wall == 40
+    # Overlapping kernels keep the device busy once.
+    assert found.busy == pytest.approx(16)
+    assert found.gap == pytest.approx(20)
+    assert [kernel["percent"] for kernel in found.to_dict()["kernels"]] == pytest.approx([1000 / 18, 800 / 18])
+
+
+def test_spans_may_come_in_any_order() -> None:
+    spans = spans_of_steps(gap=20.0)
+    assert from_spans(spans[::-1], 3, 120.0) == from_spans(spans, 3, 120.0)
+
+
+def test_a_device_that_never_waits_has_no_gap() -> None:
+    spans = [Span("a", float(start), float(start + 10)) for start in range(0, 50, 10)]
+    found = from_spans(spans, steps=5, wall=50.0)
+    assert (found.gap, found.busy) == (0, 10)
+
+
+def test_one_step_has_the_gap_within_it() -> None:
+    assert from_spans([Span("a", 0.0, 1.0), Span("a", 4.0, 5.0)], steps=1, wall=5.0).gap == 3
+
+
+def test_a_trace_of_decode_steps(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    found = profile_decode(bench.engine, 3, Lengths(9, 5), Choice(), 4, file)
+    assert json.loads(file.read_text())["traceEvents"]
+    assert found.steps == 4
+    assert found.gap is None
+    assert 0 < found.busy <= found.wall * 1.5
+    assert sum(row.microseconds for row in found.rows) == pytest.approx(max(found.wall, found.busy), rel=0.01)
+    assert any("aten::" in row.name for row in found.rows)
+    lines = list(found.lines())
+    assert lines[0].split()[:2] == ["kernel", "calls"]
+    assert lines[-1].startswith("4 steps:")
+    assert not bench.engine.has_work
+    assert bench.engine.pool.num_referenced == 0
+
+
+def test_a_context_that_ends_too_soon_is_told(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    with pytest.raises(HooklineError, match="1 requests ended before the decode steps were traced"):
+        profile_decode(bench.engine, 1, Lengths(450, 5), Choice(), 40, file)
+    assert not bench.engine.has_work
+    assert bench.engine.pool.num_referenced == 0
+
+
+def test_requests_that_fail_end_the_trace(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bench.engine.loaded.opened.model
+
+    def broken(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("no forward today")
+
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(HooklineError, match="no forward today"):
+        profile_decode(bench.engine, 1, Lengths(9, 5), Choice(), 2, tmp_path / "trace.json")
+    assert not bench.engine.has_work
