@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hookline_kernels.activation import GATED_ACTIVATIONS, gated_activation
+from hookline_kernels.activation import GATED_ACTIVATIONS, SILU, gated_activation
 from hookline_kernels.implementations import Implementation, anywhere, choose
 from hookline_kernels.linear_small import GATED_CODES, MAX_TOKENS, linear_gated_small, linear_small
 from hookline_kernels.native import LANES, has_native_16bit_products, native, why_not, why_not_on
@@ -29,6 +29,7 @@ from hookline_kernels.packed import (
     is_packed,
     linear_packed_native,
     linear_packed_panels,
+    linear_packed_silu,
     pack,
     packed_bits,
     unpack,
@@ -262,6 +263,20 @@ def linear_gated_fused(
     return linear_gated_small(x, weight, bias, GATED_ACTIVATIONS[activation], config)
 
 
+def _packed_silu_takes(query: GatedInput) -> str | None:
+    x, weight, activation = query
+    if GATED_ACTIVATIONS[activation] != SILU or weight.shape[0] % 2:
+        return f"it has no {activation}, or the weight's tiles cannot be halved"
+    return _packed_native_takes((x, weight))
+
+
+def linear_gated_packed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """For few tokens and a packed weight on the CPU."""
+    return linear_packed_silu(x, weight, bias)
+
+
 def linear_then_gated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
@@ -272,6 +287,7 @@ def linear_then_gated(
 LinearGated = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
 
 GATED_IMPLEMENTATIONS: tuple[Implementation[GatedInput, LinearGated], ...] = (
+    Implementation("packed_silu", _packed_silu_takes, linear_gated_packed),
     Implementation("fused", _fused_takes, linear_gated_fused),
     Implementation("two_steps", anywhere, linear_then_gated),
 )

@@ -34,6 +34,7 @@ _PRODUCTS = {
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "linear": (_int, [*[_pointer] * 4, *[_long] * 4, _int, _int]),
+    "linear_packed_silu": (_int, [*[_pointer] * 4, *[_long] * 3, _int, _int]),
     "linear_packed": (_int, [*[_pointer] * 4, *[_long] * 3, _int, _int, _int]),
     "unpack": (None, [*[_pointer] * 2, *[_long] * 2, _int, _int]),
     "embedding_packed": (_long, [*[_pointer] * 3, *[_long] * 3, _int]),

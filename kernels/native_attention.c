@@ -17,23 +17,31 @@ static long entry_of(const struct head *h, long position) {
     return ((long)h->table[position / h->block_size] * h->block_size + position % h->block_size) * h->slot_stride;
 }
 
-/* Entries lie too far apart for the processor to see where the next ones are: fetches what is a few slots ahead. */
-static inline void fetch_ahead(const struct head *h, const element *entry) {
-    const char *next = (const char *)(entry + AHEAD * h->slot_stride);
-    for (long i = 0; i < h->size * (long)sizeof(element); i += 64) __builtin_prefetch(next + i);
+/* Entries lie too far apart for the processor to see where the next ones are. */
+static inline void fetch(const element *entry, long size) {
+    for (long i = 0; i < size * (long)sizeof(element); i += 64) __builtin_prefetch((const char *)entry + i);
 }
 
-/* scores [group, width] of the positions from start on. */
-static void score(const struct head *h, float *scores, long width) {
-    for (long p = 0; p < h->context - h->start; p++) {
-        const element *key = h->keys + entry_of(h, h->start + p);
-        fetch_ahead(h, key);
-        for (long g = 0; g < h->group; g++) {
-            vec dot = (vec){};
-            for (long d = 0; d < h->size; d += W) dot += load(h->q + g * h->q_stride + d) * load(key + d);
-            float value = sum_of(dot) * h->scale;
-            scores[g * width + p] = h->soft_cap > 0 ? h->soft_cap * tanhf(value / h->soft_cap) : value;
+/* Fetches what is a few slots ahead. */
+static inline void fetch_ahead(const struct head *h, const element *entry) {
+    fetch(entry + AHEAD * h->slot_stride, h->size);
+}
+
+/* scores [count] of one query head; places: where each position's entry begins. */
+static inline __attribute__((always_inline)) void score(const struct head *h, const element *q, const long *places,
+                                                        float *scores, long count, long size) {
+    for (long p = 0; p < count; p++) {
+        const element *key = h->keys + places[p];
+        fetch(h->keys + places[p + AHEAD < count ? p + AHEAD : p], size);
+        vec even = (vec){}, odd = (vec){};
+        long d = 0;
+        for (; d + 2 * W <= size; d += 2 * W) {
+            even += load(q + d) * load(key + d);
+            odd += load(q + d + W) * load(key + d + W);
         }
+        if (d < size) even += load(q + d) * load(key + d);
+        float value = sum_of(even + odd) * h->scale;
+        scores[p] = h->soft_cap > 0 ? h->soft_cap * tanhf(value / h->soft_cap) : value;
     }
 }
 
@@ -52,20 +60,36 @@ static void softmax(float *row, long count, long width) {
     for (long p = 0; p < count; p++) row[p] *= factor;
 }
 
-static void attend(const struct head *h, float *scores) {
-    long count = h->context - h->start, width = (count + W - 1) / W * W;
-    float *total = scores + h->group * width;
-    score(h, scores, width);
-    for (long g = 0; g < h->group; g++) softmax(scores + g * width, count, width);
-    memset(total, 0, h->group * h->size * sizeof(float));
+/* out [vectors * W] = the sum of the positions' values from column `d` on, by their weights. */
+static inline __attribute__((always_inline)) void gather(const struct head *h, const long *places, const float *weights,
+                                                         element *out, long count, long d, int vectors) {
+    vec sums[4] = {};
     for (long p = 0; p < count; p++) {
-        const element *value = h->values + entry_of(h, h->start + p);
-        fetch_ahead(h, value);
-        for (long g = 0; g < h->group; g++)
-            for (long d = 0; d < h->size; d += W)
-                *(vec *)(total + g * h->size + d) += load(value + d) * scores[g * width + p];
+        const element *value = h->values + places[p] + d;
+        fetch(h->values + places[p + AHEAD < count ? p + AHEAD : p] + d, vectors * W);
+        for (int v = 0; v < vectors; v++) sums[v] += load(value + v * W) * weights[p];
     }
-    for (long i = 0; i < h->group * h->size; i += W) store(h->out + i, *(vec *)(total + i));
+    for (int v = 0; v < vectors; v++) store(out + v * W, sums[v]);
+}
+
+/* scratch: count longs, and a row of floats for the scores of a query head. */
+static inline __attribute__((always_inline)) void attend_sized(const struct head *h, long *places, long size) {
+    long count = h->context - h->start, width = (count + W - 1) / W * W, d;
+    float *scores = (float *)(places + count);
+    for (long p = 0; p < count; p++) places[p] = entry_of(h, h->start + p);
+    for (long g = 0; g < h->group; g++) {
+        element *out = h->out + g * size;
+        score(h, h->q + g * h->q_stride, places, scores, count, size);
+        softmax(scores, count, width);
+        for (d = 0; d + 4 * W <= size; d += 4 * W) gather(h, places, scores, out + d, count, d, 4);
+        for (; d < size; d += W) gather(h, places, scores, out + d, count, d, 1);
+    }
+}
+
+static void attend(const struct head *h, long *places) {
+    if (h->size == 64) attend_sized(h, places, 64); /* the usual sizes, known to the compiler */
+    else if (h->size == 128) attend_sized(h, places, 128);
+    else attend_sized(h, places, h->size);
 }
 
 /* What an attention kernel answers where it does not answer 0. */
@@ -108,7 +132,7 @@ int attention_decode(const element *q, const element *k_cache, const element *v_
             continue;
         }
         long start = first_seen(context - 1, window);
-        float *scratch = malloc(group * (context - start + W + size) * sizeof(float));
+        long *scratch = malloc((context - start) * (sizeof(long) + sizeof(float)) + W * sizeof(float));
         if (!scratch) {
             failed++;
             continue;

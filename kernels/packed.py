@@ -119,6 +119,17 @@ def linear_packed_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
     return y
 
 
+def linear_packed_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """silu(gate) * up for few tokens; the sums of gate and up stay where they are made: [T, F] of weight [2F, K]."""
+    (tokens, inner), columns = x.shape, weight.shape[0] * TILE // 2
+    y = x.new_empty((tokens, columns))
+    pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr())
+    sizes = (tokens, inner, columns, packed_bits(weight), torch.get_num_threads())
+    if native(x.dtype).linear_packed_silu(*pointers, *sizes):
+        raise MemoryError(f"linear_gated: no memory for {tokens} tokens in fp32")
+    return y
+
+
 def linear_packed_panels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool) -> torch.Tensor:
     """For many tokens: a panel of the weight is multiplied out at a time, and torch does the product.
 

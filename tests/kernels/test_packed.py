@@ -13,7 +13,14 @@ import hookline_kernels.packed
 from hookline_kernels import native
 from hookline_kernels.embedding import embedding
 from hookline_kernels.implementations import explain
-from hookline_kernels.linear import IMPLEMENTATIONS, linear, pack_linear_weight, unpack_linear_weight
+from hookline_kernels.linear import (
+    GATED_IMPLEMENTATIONS,
+    IMPLEMENTATIONS,
+    linear,
+    linear_gated,
+    pack_linear_weight,
+    unpack_linear_weight,
+)
 from hookline_kernels.packed import pack, unpack, weight_bytes
 from tests.kernels.test_quantized import draw
 
@@ -62,6 +69,23 @@ def test_linear(
         assert found.dtype == (torch.float32 if wide else kind)
         scale = weight.values().abs().max().item()  # codes of 8 bits make large values
         assert_close(found / scale, want / scale, looser=4.0)
+
+
+@NATIVE
+@BITS
+@TYPES
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated(bits: int, kind: torch.dtype, tokens: int, biased: bool, assert_close: Any) -> None:
+    weight = draw(192, 64, bits=bits)
+    scale = weight.values().abs().max().item() * 4
+    x, bias = randn(tokens, 64, dtype=kind) / scale, randn(192, dtype=kind, seed=1) if biased else None
+    sums = x.double() @ weight.values().double().t() + (0 if bias is None else bias.double())
+    want = torch.nn.functional.silu(sums[:, :96]) * sums[:, 96:]
+    assert_close(linear_gated(x, pack(weight), bias, implementation="packed_silu"), want, looser=4.0)
+    assert explain(GATED_IMPLEMENTATIONS, (x, pack(weight), "silu")).name == "packed_silu"
+    assert explain(GATED_IMPLEMENTATIONS, (x, pack(weight), "gelu")).name == "two_steps"
+    assert explain(GATED_IMPLEMENTATIONS, (x, pack(draw(96, 64, bits=bits)), "silu")).name == "two_steps"
 
 
 @NATIVE
