@@ -88,14 +88,27 @@ static void sums_of_tile(const float *x, const uint8_t *tile, const element *bia
     product_tile(x, tile, total, rows, inner, bits);
 }
 
+/* x itself where its elements are floats; else a copy in `memory`, or null where there is none. */
+static const float *as_floats(const element *x, long count, float **memory) {
+#ifdef BFLOAT16
+    *memory = malloc(count * sizeof(float));
+    if (*memory) copy_in(*memory, x, count);
+    return *memory;
+#else
+    (void)count;
+    *memory = 0;
+    return x;
+#endif
+}
+
 /* y [rows, columns] = x [rows, inner] weight (+ bias [columns]), as elements, or `wide` as the float sums themselves.
  * Answers 1 where there is no memory for x in floats, else 0. */
 int linear_packed(const element *x, const uint8_t *weight, const element *bias, void *y, long rows, long inner,
                   long columns, int bits, int wide, int threads) {
     long bytes = inner / GROUP * block_bytes(bits);
-    float *floats = malloc(rows * inner * sizeof(float));
+    float *memory;
+    const float *floats = as_floats(x, rows * inner, &memory);
     if (!floats) return 1;
-    copy_in(floats, x, rows * inner);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < columns / TILE; t++)
         for (long begin = 0; begin < rows; begin += MOST_ROWS) {
@@ -109,7 +122,7 @@ int linear_packed(const element *x, const uint8_t *weight, const element *bias, 
                 else copy_out((element *)y + place, total + m * TILE, TILE);
             }
         }
-    free(floats);
+    free(memory);
     return 0;
 }
 
@@ -118,9 +131,9 @@ int linear_packed(const element *x, const uint8_t *weight, const element *bias, 
 int linear_packed_silu(const element *x, const uint8_t *weight, const element *bias, element *y, long rows, long inner,
                        long columns, int bits, int threads) {
     long bytes = inner / GROUP * block_bytes(bits), tiles = columns / TILE;
-    float *floats = malloc(rows * inner * sizeof(float));
+    float *memory;
+    const float *floats = as_floats(x, rows * inner, &memory);
     if (!floats) return 1;
-    copy_in(floats, x, rows * inner);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long t = 0; t < tiles; t++)
         for (long begin = 0; begin < rows; begin += MOST_ROWS) {
@@ -136,7 +149,7 @@ int linear_packed_silu(const element *x, const uint8_t *weight, const element *b
                       value / (1.0f + exp_of(-value)) * *(vec *)(up + i));
             }
         }
-    free(floats);
+    free(memory);
     return 0;
 }
 
