@@ -171,8 +171,8 @@ def attention_decode(
         max_context_len: at least the longest of `context_lens`. The only thing on the host that depends on them: a
             graph that is captured with the longest context ever stays fast when replayed with short ones.
         out: contiguous [B, H, D] to write into; made when absent.
-        counters: zeros, at least [B * K] int32, left zero. With them the Triton kernel needs one launch instead of
-            two. Calls that may run at the same time need their own; those of one stream can share them.
+        counters: zeros, at least [B * K] int32, left zero, for the Triton kernel in place of those that the calls on a
+            device share. Calls that may run at the same time need their own.
         implementation: `native`, `torch`, `triton` or `reference`; by default the first that supports q.
 
     Raises:

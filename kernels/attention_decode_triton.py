@@ -10,7 +10,7 @@ since sum(max(1, ceil(t / most))) <= B + W / most. So no piece is longer than 1/
 single request it belongs to, a request of no more than that is not cut, and programs beyond the last piece leave.
 
 The results of a cut request lie in `parts` [B + X, K, G, D] fp32, followed by the base-2 logarithm of each one's sum
-of weights [B + X, K, G]. A second launch combines them; or, where the caller has counters, the last program to arrive
+of weights [B + X, K, G]. A second launch combines them; or, where the choice is `fused`, the last program to arrive
 of each request and head does, in the order of the pieces, so that it does not matter which one is last.
 """
 
@@ -43,7 +43,7 @@ class DecodeConfig:
         warps, stages: Triton's num_warps and num_stages; the latter is how many tiles are in flight.
         programs: X as pieces for each of the device's processors.
         least: tiles of a piece from which on it is worth cutting.
-        fused: combine in the same launch where the caller has counters.
+        fused: combine in the same launch, with the caller's counters or else those of `launch.arrival_counters`.
     """
 
     block_n: int = 64
@@ -281,7 +281,7 @@ def attention_combine_kernel(
 
 
 def attention_decode_triton(call: PagedAttention, config: DecodeConfig | None = None) -> None:
-    """One launch, or two where contexts may be cut and the caller has no counters. Reads nothing of the device."""
+    """One launch, or two where contexts may be cut and the choice is not `fused`. Reads nothing of the device."""
     q, k_cache, v_cache, tables, context_lens, scale, window, soft_cap, reach, out, counters = call
     requests, heads, size = q.shape
     if requests == 0:
