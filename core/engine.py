@@ -87,7 +87,6 @@ class Engine:
         self._outputs = OutputProcessor(self.tokenizer)
         self._states: dict[str, SamplingState] = {}
         self._flights: deque[Flight] = deque()
-        self._on_host: set[str] = set()  # requests whose choices need the host, so that steps take turns with it
         self._takes_turns = False
         self._numbers = itertools.count()
         self._faults = 0
@@ -124,6 +123,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: if it can never be served as it stands; nothing has changed then.
+            NotEnoughMemoryError: if the device has no room for what its options need; nothing has changed then either.
         """
         params = check_params(params)
         token_ids = self.encode(prompt)
@@ -141,10 +141,9 @@ class Engine:
                 SamplingState(params, token_ids, eos, self.vocab_size, child_seed, bad_word_ids),
             )
         for child_id, (child, state) in children.items():
-            self.scheduler.add(child)  # refuses the first of them, or none: they are all alike
+            self._runner.reserve(state)  # this and the next refuse the first of them, or none: they are all alike
+            self.scheduler.add(child)
             self._states[child_id] = state
-            if state.needs_host:
-                self._on_host.add(child_id)
         text = prompt if isinstance(prompt, str) else None
         self._outputs.add(request_id, text, [child for child, _ in children.values()], stream=stream)
         return request_id
@@ -200,11 +199,11 @@ class Engine:
     def _overlapped_step(self) -> None:
         """The same verbs, but a step is launched before the one before it is collected, so that the device never waits.
 
-        Its decode rows take their tokens from the device. Where the host has to choose, or an interrupt has left tokens
-        that the device does not have, steps take turns with it.
+        Its decode rows take their tokens from the device. Where an interrupt has left tokens that the device does not
+        have, steps take turns with the host.
         """
         self._takes_turns = self._takes_turns and bool(self._flights)
-        most = 1 if self._on_host or self._takes_turns else self._runner.max_in_flight
+        most = 1 if self._takes_turns else self._runner.max_in_flight
         while len(self._flights) < most:
             batch = self._schedule()
             if not batch.requests or not self._launch(batch):
@@ -263,18 +262,13 @@ class Engine:
         for request in result.failed:
             self.scheduler.finish(request, FinishReason.ERROR)
             self._end(request, NO_TOKEN)
-        for request, tokens in self.scheduler.update(batch, result.token_ids):
-            self._take_tokens(request, tokens, result)
-
-    def _take_tokens(self, request: Request, tokens: list[int], result: StepResult) -> None:
-        state = self._states.get(request.request_id)
-        if state is not None:
-            for token in tokens:
-                state.append(token)
-        stopped = self._outputs.take_tokens(request, tokens, result.logprobs.get(request.request_id))
-        if stopped:
-            self.scheduler.finish(request, FinishReason.STOP)
-        if request.finish_reason is not None:
+        results, watched = self.scheduler.update(batch, result.token_ids), self._outputs.watched
+        if watched:
+            for request, tokens in results:
+                name = request.request_id
+                if name in watched and self._outputs.take_tokens(request, tokens, result.logprobs.get(name)):
+                    self.scheduler.finish(request, FinishReason.STOP)
+        for request in [request for request, _ in results if request.finish_reason is not None]:
             self._end(request)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
@@ -287,7 +281,6 @@ class Engine:
 
     def _end(self, request: Request, error: str | None = None) -> None:
         self._states.pop(request.request_id, None)
-        self._on_host.discard(request.request_id)
         self._runner.release(request)
         self._outputs.finish(request, error)
 

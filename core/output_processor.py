@@ -20,9 +20,15 @@ from hookline.tokenizer import IncrementalDetokenizer, Tokenizer
 
 @dataclass(slots=True)
 class _Completion:
-    """One of a request's continuations."""
+    """One of a request's continuations.
+
+    Attributes:
+        tokenizer: None where there is no text.
+        detokenizer: None where nobody reads the text before its end: it is then made at once, which costs a fraction.
+    """
 
     request: Request
+    tokenizer: Tokenizer | None
     detokenizer: IncrementalDetokenizer | None
     matcher: StopStringMatcher
     text: list[str] = field(default_factory=list)
@@ -38,6 +44,10 @@ class _Completion:
         if self.detokenizer is not None and self.matcher.matched is None:
             self.text.append(self.matcher.push(self.detokenizer.flush()))
             self.text.append(self.matcher.flush())
+        elif self.detokenizer is None and self.tokenizer is not None:
+            ids, request = self.request.output_token_ids, self.request
+            kept = ids if request.stop_token_id is None else ids[:-1]
+            self.text.append(self.tokenizer.decode(kept, request.params.skip_special_tokens))
 
     def output(self, index: int) -> CompletionOutput:
         request, reason = self.request, self.request.finish_reason
@@ -112,6 +122,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
         self._owners: dict[str, tuple[_Group, _Completion]] = {}
+        # Those of whom each token is looked at when it comes: all until their first, then who streams or may stop.
+        self._watched: dict[str, tuple[_Group, _Completion]] = {}
         self._news: dict[str, _Group] = {}
 
     @property
@@ -119,18 +131,23 @@ class OutputProcessor:
         """Whether `take_news` has anything to report."""
         return bool(self._news)
 
+    @property
+    def watched(self) -> Collection[str]:
+        """Ids of the continuations whose tokens `take_tokens` wants to see; of others it has seen enough."""
+        return self._watched
+
     def add(self, request_id: str, prompt: str | None, requests: Sequence[Request], *, stream: bool) -> None:
         """Takes note of a user's request and its continuations."""
         group = _Group(request_id, prompt, [], stream, time.monotonic(), running=len(requests))
         if requests[0].params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(requests[0].prompt_token_ids)
         for request in requests:
-            params, detokenizer = request.params, None
-            if self._tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(self._tokenizer, params.skip_special_tokens)
-            completion = _Completion(request, detokenizer, StopStringMatcher(params.stop))
+            params, tokenizer, detokenizer = request.params, self._tokenizer, None
+            if tokenizer is not None and (stream or params.stop):
+                detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+            completion = _Completion(request, tokenizer, detokenizer, StopStringMatcher(params.stop))
             group.completions.append(completion)
-            self._owners[request.request_id] = group, completion
+            self._owners[request.request_id] = self._watched[request.request_id] = group, completion
         self._groups[request_id] = group
 
     def request_ids(self) -> list[str]:
@@ -145,11 +162,10 @@ class OutputProcessor:
 
     def note_scheduled(self, batch: ScheduledBatch) -> None:
         """Takes the time of requests that run for the first time."""
-        now = time.monotonic()
-        for part in batch.requests:
-            owner = self._owners.get(part.request.request_id)
+        for request in batch.admitted:
+            owner = self._owners.get(request.request_id)
             if owner is not None and owner[0].scheduled is None:
-                owner[0].scheduled = now
+                owner[0].scheduled = time.monotonic()
 
     def take_prompt_logprobs(self, found: Mapping[str, tuple[int, list[TokenLogprob]]]) -> None:
         """Takes entries of prompt tokens: by request id, the first token's place and the entries from there on."""
@@ -160,12 +176,15 @@ class OutputProcessor:
 
     def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: TokenLogprob | None) -> bool:
         """Takes a request's new tokens; true if their text completes a stop string."""
-        owner = self._owners.get(request.request_id)
+        owner = self._watched.get(request.request_id)
         if owner is None or not tokens:
             return False
         group, completion = owner
         if group.first_token is None:
             group.first_token = time.monotonic()
+        if completion.detokenizer is None and not group.stream and request.params.logprobs is None:
+            del self._watched[request.request_id]
+            return False
         if logprobs is not None:
             completion.logprobs.append(logprobs)
         for token in tokens:
@@ -181,6 +200,7 @@ class OutputProcessor:
         if owner is None:
             return
         group, completion = owner
+        self._watched.pop(request.request_id, None)
         completion.flush()
         group.error = group.error or error
         group.running -= 1

@@ -154,7 +154,7 @@ def decode_inputs_reference(rows: torch.Tensor, kept: RequestSlots, inputs: Deco
         getattr(inputs, name).copy_(getattr(kept, name)[slots])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def decode_inputs_kernel(
     rows_ptr: tl.tensor,
     last_ptr: tl.tensor,

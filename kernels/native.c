@@ -77,7 +77,8 @@ int linear(const element *x, const element *weight, const element *bias, void *y
 
 /* y = norm(residual += x) * weight, or of x itself where residual is null. Rows of x are x_stride elements apart. */
 void rms_norm(const element *x, const element *weight, element *residual, element *y, long rows, long size,
-              long x_stride, float eps) {
+              long x_stride, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows >= 8)
     for (long row = 0; row < rows; row++) {
         const element *source = x + row * x_stride;
         if (residual) {

@@ -38,7 +38,7 @@ _SIGNATURES = {
     "linear_packed": (_int, [*[_pointer] * 4, *[_long] * 3, _int, _int, _int]),
     "unpack": (None, [*[_pointer] * 2, *[_long] * 2, _int, _int]),
     "embedding_packed": (_long, [*[_pointer] * 3, *[_long] * 3, _int]),
-    "rms_norm": (None, [*[_pointer] * 4, *[_long] * 3, _float]),
+    "rms_norm": (None, [*[_pointer] * 4, *[_long] * 3, _float, _int]),
     "silu_and_mul": (None, [*[_pointer] * 2, *[_long] * 3, _int]),
     "rotary": (None, [*[_pointer] * 3, *[_long] * 5]),
     "rotary_cache_write": (_long, [*[_pointer] * 6, *[_long] * 7, _int]),

@@ -121,7 +121,8 @@ def rms_norm_native(
     rows, size = x.numel() // x.shape[-1], x.shape[-1]
     stride = x.stride(-2) if x.dim() > 1 else size
     old = None if residual is None else residual.data_ptr()
-    native(x.dtype).rms_norm(x.data_ptr(), weight.data_ptr(), old, y.data_ptr(), rows, size, stride, eps)
+    threads = torch.get_num_threads()
+    native(x.dtype).rms_norm(x.data_ptr(), weight.data_ptr(), old, y.data_ptr(), rows, size, stride, eps, threads)
     return y
 
 

@@ -1,7 +1,9 @@
-"""Where a decode step's time goes: a torch.profiler trace of some steps, and a table by kernel."""
+"""Where a decode step's time goes: a torch.profiler trace of some steps, a table by kernel, and one by product."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -13,20 +15,26 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hookline.benchmark.costs import expert_tensors, model_costs
 from hookline.benchmark.machine import synchronize
 from hookline.benchmark.measure import Choice
+from hookline.benchmark.products import ProductTime, time_products
 from hookline.benchmark.report import table
+from hookline.benchmark.traffic import Traffic, decode_traffic
 from hookline.benchmark.workload import Lengths, fixed_lengths, make_prompts
 from hookline.engine import Engine
 from hookline.errors import HooklineError
+from hookline.execution.decode_step import bucket_sizes
 from hookline.scheduling.output import RequestOutput
 
 # Steps before the trace: every request must be past its prefill, and graphs and kernels past their first use.
 _SETTLING_STEPS = 4
 # Beyond those: a loop that runs ahead of the host has some tokens in flight.
 _SPARE_TOKENS = 8
-_NAME_WIDTH = 90
+_NAME_WIDTH = 70
 _ROWS = 40
+# What the vendor's library calls its matrix products, beside torch's names for them on a CPU.
+_LIBRARY = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|xmma|aten::(mm|addmm|bmm)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +53,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One line of the table: of one name, calls and microseconds a step."""
+    """One line of the table, of one name.
+
+    Attributes:
+        calls, microseconds: a step.
+        bytes: that its calls in a step are given, see `Traffic`; None where that is not known.
+    """
 
     name: str
     calls: float
     microseconds: float
+    bytes: float | None = None
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What it reached."""
+        return None if self.bytes is None or not self.microseconds else self.bytes / self.microseconds * 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +82,9 @@ class StepProfile:
             makes the host slower than it is.
         busy: microseconds of a step in which the device, or a CPU's operators, ran.
         gap: median microseconds that a GPU was idle between two steps; None on a CPU.
+        library: the rows of the vendor library's products added up, since their bytes are only known together.
+        products: each product of the model, timed alone.
+        tokens: rows of those products.
     """
 
     rows: Sequence[KernelRow]
@@ -70,19 +92,40 @@ class StepProfile:
     wall: float
     busy: float
     gap: float | None
+    library: KernelRow | None = None
+    products: Sequence[ProductTime] = ()
+    tokens: int = 0
 
     def lines(self) -> Iterator[str]:
         """As a person reads it."""
+        rows = [*self.rows[:_ROWS], *([] if self.library is None else [self.library])]
         shown = [
-            (row.name[:_NAME_WIDTH], f"{row.calls:.1f}", f"{row.microseconds:.1f}", f"{self._share(row):.1f} %")
-            for row in self.rows[:_ROWS]
+            (
+                *(row.name[:_NAME_WIDTH], f"{row.calls:.1f}", f"{row.microseconds:.1f}", f"{self._share(row):.1f} %"),
+                *_speed(row.bytes, row.bytes_per_second),
+            )
+            for row in rows
         ]
-        yield from table(("kernel", "calls a step", "us a step", "share"), shown)
+        yield from table(("kernel", "calls a step", "us a step", "share", "MB a step", "TB/s"), shown)
         if len(self.rows) > _ROWS:
             rest = sum(row.microseconds for row in self.rows[_ROWS:])
             yield f"and {len(self.rows) - _ROWS} more, {rest:.1f} us a step together"
         gap = "" if self.gap is None else f", GPU idle between steps {self.gap:.1f} us"
         yield f"{self.steps} steps: {self.wall:.1f} us a step by the clock, busy {self.busy:.1f} us{gap}"
+        if self.products:
+            yield ""
+            yield from self._product_lines()
+
+    def _product_lines(self) -> Iterator[str]:
+        shown = [
+            (
+                *(one.name, f"[{one.shape[0]}, {one.shape[1]}]", str(one.count), f"{one.microseconds:.1f}"),
+                *(f"{one.count * one.microseconds:.1f}", *_speed(one.bytes, one.bytes_per_second)),
+            )
+            for one in self.products
+        ]
+        header = (f"product of {self.tokens} rows, alone", "weight", "layers", "us", "us a step", "MB", "TB/s")
+        yield from table(header, shown)
 
     def _share(self, row: KernelRow) -> float:
         total = sum(row.microseconds for row in self.rows)
@@ -95,17 +138,37 @@ class StepProfile:
             "wall_us": self.wall,
             "busy_us": self.busy,
             "gap_us": self.gap,
-            "kernels": [
-                {"name": row.name, "calls": row.calls, "us": row.microseconds, "percent": self._share(row)}
-                for row in self.rows
+            "kernels": [self._row(row) for row in self.rows],
+            "library": None if self.library is None else self._row(self.library),
+            "product_rows": self.tokens,
+            "products": [
+                {**dataclasses.asdict(one), "bytes_per_second": one.bytes_per_second} for one in self.products
             ],
         }
+
+    def _row(self, row: KernelRow) -> dict[str, Any]:
+        return {
+            "name": row.name,
+            "calls": row.calls,
+            "us": row.microseconds,
+            "percent": self._share(row),
+            "bytes": row.bytes,
+            "bytes_per_second": row.bytes_per_second,
+        }
+
+
+def _speed(nbytes: float | None, bytes_per_second: float | None) -> tuple[str, str]:
+    """Megabytes and terabytes a second."""
+    if nbytes is None or bytes_per_second is None:
+        return "", ""
+    return f"{nbytes / 1e6:.4g}", f"{bytes_per_second / 1e12:.3g}"
 
 
 def profile_decode(engine: Engine, batch: int, length: Lengths, choice: Choice, steps: int, file: Path) -> StepProfile:
     """Traces `steps` decode steps of a batch that has its prefill behind it, and writes the trace to `file`.
 
-    The requests are reported at each token, so that it is known when all decode, and are aborted at the end.
+    The requests are reported at each token, so that it is known when all decode, and are aborted at the end. Then the
+    bytes of each kernel are counted in a step without a graph, and the products timed alone.
 
     Raises:
         HooklineError: if a request ends too soon, because the context is too short or with an error.
@@ -117,7 +180,7 @@ def profile_decode(engine: Engine, batch: int, length: Lengths, choice: Choice, 
     prompts = make_prompts(fixed_lengths(batch, length.prompt, longest), engine.vocab_size)
     ids = [engine.add_request(prompt, choice.params(longest, n), stream=True) for n, prompt in enumerate(prompts)]
     try:
-        _settle(engine, ids)
+        decoded = _settle(engine, ids)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         plain = _time_steps(engine, steps, device)
         with profile(activities=activities) as trace:
@@ -129,9 +192,31 @@ def profile_decode(engine: Engine, batch: int, length: Lengths, choice: Choice, 
             engine.step()
     trace.export_chrome_trace(str(file))
     spans = list(_device_spans(trace)) if device.type == "cuda" else []
-    if spans:
-        return from_spans(spans, steps, plain)
-    return _from_operators(trace, steps, traced)
+    found = from_spans(spans, steps, plain) if spans else _from_operators(trace, steps, traced)
+    return _with_bytes(found, engine, batch, length.prompt + decoded + 3 * steps // 2)
+
+
+def _with_bytes(found: StepProfile, engine: Engine, batch: int, context: int) -> StepProfile:
+    """The same with the bytes of each kernel, for contexts of so many tokens, and with each product."""
+    opened, config = engine.loaded.opened, engine.config
+    rows = batch
+    if opened.model.device.type == "cuda" and config.cuda_graphs:
+        rows = next(size for size in bucket_sizes(config.max_running) if size >= batch)
+    share = model_costs(opened).expert_share(batch)
+    experts = {one.data_ptr(): int(share * one.numel() * one.element_size()) for one in expert_tensors(opened)}
+    traffic = decode_traffic(opened.model, batch, rows, context, engine.max_model_len, config.block_size, experts)
+    return dataclasses.replace(with_traffic(found, traffic), products=time_products(opened, rows), tokens=rows)
+
+
+def with_traffic(found: StepProfile, traffic: Traffic) -> StepProfile:
+    """The same with the bytes of each kernel that is known, and with the library's products added up."""
+    rows = [dataclasses.replace(row, bytes=traffic.kernels.get(row.name)) for row in found.rows]
+    library = [row for row in rows if row.bytes is None and _LIBRARY.search(row.name)]
+    if not library or not traffic.products:
+        return dataclasses.replace(found, rows=rows)
+    calls, microseconds = sum(row.calls for row in library), sum(row.microseconds for row in library)
+    together = KernelRow("(the library's products together)", calls, microseconds, traffic.products)
+    return dataclasses.replace(found, rows=rows, library=together)
 
 
 def _time_steps(engine: Engine, steps: int, device: torch.device) -> float:
@@ -144,13 +229,17 @@ def _time_steps(engine: Engine, steps: int, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def _settle(engine: Engine, ids: Iterable[str]) -> None:
-    """Steps until every request has had a token, and a few times more."""
-    waiting = set(ids)
-    while waiting:
-        waiting -= {output.request_id for output in _step(engine) if output.usage.completion_tokens}
-    for _ in range(_SETTLING_STEPS):
-        _step(engine)
+def _settle(engine: Engine, ids: Iterable[str]) -> int:
+    """Steps until every request has had a token, and a few times more; the mean of the tokens that each has then."""
+    waiting, tokens = set(ids), dict.fromkeys(ids, 0)
+    settling = _SETTLING_STEPS
+    while waiting or settling:
+        settling -= not waiting
+        for output in _step(engine):
+            tokens[output.request_id] = output.usage.completion_tokens
+            if output.usage.completion_tokens:
+                waiting.discard(output.request_id)
+    return round(statistics.fmean(tokens.values()))
 
 
 def _step(engine: Engine) -> list[RequestOutput]:

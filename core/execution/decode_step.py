@@ -54,22 +54,25 @@ class DecodeStep:
         device = batch.device
         self._order = torch.arange(self.sizes[-1] + 1, device=device)
         self._starts = self._order.int()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
     def size_for(self, rows: int) -> int:
         """Rows of the smallest step that holds so many."""
         return next(size for size in self.sizes if size >= rows)
 
-    def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """One step of the rows [3, R] that `DeviceBatch.rows` made: the tokens [R] int64, -1 where none can be chosen.
+    def run(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the rows [3, R] that `DeviceBatch.rows` made.
 
-        With a graph the answer lies in memory that the next step of this size writes to.
+        Returns:
+            the tokens [R] int64, -1 where none can be chosen, and the logits [R, V] that they were chosen from. With a
+            graph both lie in memory that the next step writes to, of this size or any.
         """
         captured = self._graphs.get(rows.shape[1])
         if captured is None:
             return self._run(rows)
-        captured[0].replay()
-        return captured[1]
+        graph, tokens, logits = captured
+        graph.replay()
+        return tokens, logits
 
     def capture(self, notice: Notice | None = None) -> float:
         """Captures all sizes as CUDA graphs, the largest first, whose memory the smaller ones use again.
@@ -89,9 +92,10 @@ class DecodeStep:
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    tokens = self._run(rows)
+                    tokens, logits = self._run(rows)
             pool = pool or graph.pool()
-            self._graphs[size] = graph, tokens
+            self._graphs[size] = graph, tokens, borrowed(logits)
+            del logits  # so that smaller graphs can have its memory
             if notice is not None:
                 notice(done + 1, len(self.sizes))
         return time.perf_counter() - begin
@@ -103,13 +107,14 @@ class DecodeStep:
         return [partial(self._run, self.batch.padding_rows(size)) for size in sizes]
 
     @torch.inference_mode()
-    def _run(self, rows: torch.Tensor) -> torch.Tensor:
+    def _run(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, kept = self.batch.inputs.first(rows.shape[1]), self.batch.kept
         decode_inputs(rows, kept, inputs, self.batch.block_size)
         hidden = self.model.forward(self._forward_batch(inputs))
-        tokens = choose_tokens(self.model.compute_logits(hidden), inputs.options)
+        logits = self.model.compute_logits(hidden)
+        tokens = choose_tokens(logits, inputs.options)
         kept.last_tokens.index_copy_(0, rows[0].long(), tokens.clamp(min=0))
-        return tokens
+        return tokens, logits
 
     def _forward_batch(self, inputs: DecodeInputs) -> ForwardBatch:
         rows = inputs.token_ids.shape[0]
@@ -132,3 +137,29 @@ class DecodeStep:
 def choose_tokens(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """The next token of each row of `logits` [R, V] under the rows' options: [R] int64, -1 where none can be chosen."""
     return sample(logits, options, implementation=None if logits.is_cuda else "reference").token_ids
+
+
+class _Memory:
+    """Memory of a GPU as NumPy's users hand it on (the CUDA array interface, version 3)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": {4: "<i4", 2: "<i2"}[tensor.element_size()],
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "version": 3,
+        }
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not keep it from being given on.
+
+    A graph's pool never gives memory back to the driver as long as the graph is there, but what Python holds of it no
+    other graph can use: the logits of all sizes would take more than a gigabyte. Whoever reads the answer has to do it
+    on the graph's stream before another graph is replayed.
+    """
+    view = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+    if view.data_ptr() != tensor.data_ptr():
+        raise RuntimeError("torch made a copy of memory that was given to it by the CUDA array interface")
+    return view

@@ -6,6 +6,7 @@ were just given out. What a step chooses stays on the device, where the next ste
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -42,7 +43,8 @@ class DeviceBatch:
         self._slots: dict[Request, int] = {}
         # One more than steps in flight: what a step uploads is not written again before its result has come.
         pinned = device.type == "cuda"
-        self._staging = [torch.zeros(3 * max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(steps + 1)]
+        staging = [torch.zeros(3 * max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(steps + 1)]
+        self._staging = deque((buffer, buffer.numpy()) for buffer in staging)
 
     def holds(self, request: Request) -> bool:
         """Whether the request has a slot, so that the device knows its last token."""
@@ -54,14 +56,22 @@ class DeviceBatch:
         if slot is not None:
             self._free.append(slot)
 
-    def rows(self, parts: Sequence[ScheduledRequest], count: int) -> torch.Tensor:
-        """The rows [3, count] of a decode step of `parts`, padded; uploaded, not waited for."""
-        staging = self._staging[0]
-        self._staging.append(self._staging.pop(0))
-        host = staging.numpy()[: 3 * count].reshape(3, count)
+    def rows(self, parts: Sequence[ScheduledRequest], count: int, follows: bool = False) -> torch.Tensor:
+        """The rows [3, count] of a decode step of `parts`, padded; uploaded, not waited for.
+
+        Args:
+            follows: whether the step before had the same requests in the same order, each a token less far.
+        """
+        (staging, array), (_, before) = self._staging[0], self._staging[-1]
+        self._staging.rotate(-1)
+        host = array[: 3 * count].reshape(3, count)
         real, slots, size = len(parts), self._slots, self.block_size
-        host[0, :real] = [slots[part.request] for part in parts]
-        host[1, :real] = [part.start for part in parts]
+        if follows:
+            host[:2] = before[: 2 * count].reshape(2, count)
+            host[1, :real] += 1
+        else:
+            host[0, :real] = [slots[part.request] for part in parts]
+            host[1, :real] = [part.start for part in parts]
         host[2, :real] = -1
         for row in np.flatnonzero(host[1, :real] % size == 0).tolist():
             part = parts[row]
@@ -80,7 +90,7 @@ class DeviceBatch:
 
     def last_tokens(self, requests: Sequence[Request]) -> torch.Tensor:
         """The tokens [len(requests)] int64 that steps in flight choose for these requests."""
-        return self.kept.last_tokens.index_select(0, self.upload([self._slots[request] for request in requests]))
+        return self.kept.last_tokens.index_select(0, self.upload(self.slots(requests)))
 
     def take_in(
         self, requests: Sequence[Request], tables: torch.Tensor, states: Mapping[str, SamplingState]
@@ -99,12 +109,12 @@ class DeviceBatch:
             self._slots[request] = self._free.pop()
         if fresh:
             self._write_options(fresh, [states[request.request_id] for request in fresh])
-        slots = self.upload([self._slots[request] for request in requests])
+        slots = self.upload(self.slots(requests))
         self.kept.tables[:, : tables.shape[1]].index_copy_(0, slots, tables)
         return slots
 
     def _write_options(self, requests: Sequence[Request], states: Sequence[SamplingState]) -> None:
-        slots = self.upload([self._slots[request] for request in requests])
+        slots = self.upload(self.slots(requests))
         floats = [(state.temperature, state.params.top_p, state.params.min_p) for state in states]
         integers = [(len(r.prompt_token_ids), s.top_k, s.signed_key) for r, s in zip(requests, states, strict=True)]
         columns = upload(torch.tensor(floats, dtype=torch.float64).t().contiguous(), self.device)
@@ -115,17 +125,18 @@ class DeviceBatch:
         for target, values in ((kept.prompt_lens, numbers[0]), (kept.top_k, numbers[1]), (kept.keys, numbers[2])):
             target.index_copy_(0, slots, values.to(target.dtype))
 
-    def options(self, requests: Sequence[Request], slots: torch.Tensor) -> SamplingOptions:
-        """The sampling options of requests, whose tokens of this step are pending, from their slots."""
+    def options(self, slots: torch.Tensor, numbers: torch.Tensor) -> SamplingOptions:
+        """The sampling options of `slots` [R] whose requests have so many output tokens, `numbers` [R] int64."""
         kept = self.kept
-        numbers = [len(request.output_token_ids) + request.pending_tokens - 1 for request in requests]
-        columns = {name: getattr(kept, name).index_select(0, slots) for name in ("temperature", "top_p", "min_p")}
-        return SamplingOptions(
-            **columns,
-            top_k=kept.top_k.index_select(0, slots),
-            num_outputs=self.upload(numbers).int(),
-            keys=kept.keys.index_select(0, slots),
-        )
+        columns = {
+            name: getattr(kept, name).index_select(0, slots)
+            for name in ("temperature", "top_p", "min_p", "top_k", "keys")
+        }
+        return SamplingOptions(**columns, num_outputs=numbers.int())
+
+    def slots(self, requests: Sequence[Request]) -> list[int]:
+        """The slots that requests have."""
+        return [self._slots[request] for request in requests]
 
     def upload(self, values: Sequence[int]) -> torch.Tensor:
         """`values` as int64 on the device; not waited for."""

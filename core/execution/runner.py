@@ -6,7 +6,7 @@ next step be launched before this one's result is collected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,6 +88,13 @@ class Runner:
             raise RuntimeError("the step was launched by another runner")
         return flight.result
 
+    def reserve(self, state: SamplingState) -> None:
+        """Makes room for what a request's options need on the device, before it is put in line.
+
+        Raises:
+            NotEnoughMemoryError: if there is none.
+        """
+
     def release(self, request: Request) -> None:
         """Takes note that a request has ended or lost its cache."""
 
@@ -101,7 +108,10 @@ class Runner:
         if not requests:
             return StepResult([], prompt_logprobs=prompts)
         rows = hidden if prepared.sample_rows is None else hidden.index_select(0, prepared.sample_rows)
-        result = self.sampler.sample(self.model.compute_logits(rows), [states[r.request_id] for r in requests])
+        chosen = [states[request.request_id] for request in requests]
+        for state, request in zip(chosen, requests, strict=True):
+            state.follow(request.output_token_ids)
+        result = self.sampler.sample(self.model.compute_logits(rows), chosen)
         entries = result.logprobs or [None] * len(requests)
         return StepResult(
             token_ids=[[token] for token in result.token_ids],
@@ -117,13 +127,16 @@ class Runner:
         return self.model.compute_logits(self.model.forward(prepared.forward))
 
     def _prompt_logprobs(self, span: PromptSpan, hidden: torch.Tensor) -> list[TokenLogprob]:
-        """Entries of prompt tokens `span.start + 1` and on; a few rows of logits at a time."""
-        request = span.request
+        """Entries of prompt tokens `span.start + 1` and on."""
         found: list[TokenLogprob] = []
+        for logits, targets in self._prompt_rows(span, hidden):
+            found += token_logprobs(logits.float(), targets, span.request.params.prompt_logprobs or 0)
+        return found
+
+    def _prompt_rows(self, span: PromptSpan, hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Logits of a span and the prompt tokens that follow each; a few rows at a time."""
         for offset in range(0, span.count, _LOGPROB_ROWS):
             count = min(_LOGPROB_ROWS, span.count - offset)
             first = span.start + offset + 1
             logits = self.model.compute_logits(hidden[span.row + offset : span.row + offset + count])
-            targets = request.prompt_token_ids[first : first + count]
-            found += token_logprobs(logits.float(), targets, request.params.prompt_logprobs or 0)
-        return found
+            yield logits, span.request.prompt_token_ids[first : first + count]

@@ -103,30 +103,29 @@ class SamplingState:
         self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, vocab_size)
         self.bias_ids = _ids(params.logit_bias, vocab_size)
         self.bias_values = np.array([params.logit_bias[int(i)] for i in self.bias_ids], dtype=np.float32)
-        self._end_ids = _ids([*eos_token_ids, *params.stop_token_ids], vocab_size)
-        self._bad_ids = _ids([ids[0] for ids in bad_word_ids if len(ids) == 1], vocab_size)
-        self._phrases = [(tuple(ids[:-1]), ids[-1]) for ids in bad_word_ids if len(ids) > 1 and ids[-1] < vocab_size]
-        self._tail_len = max((len(before) for before, _ in self._phrases), default=0)
+        self.end_ids = _ids([*eos_token_ids, *params.stop_token_ids], vocab_size)
+        self.bad_ids = _ids([ids[0] for ids in bad_word_ids if len(ids) == 1], vocab_size)
+        self.phrases = [(tuple(ids[:-1]), ids[-1]) for ids in bad_word_ids if len(ids) > 1 and ids[-1] < vocab_size]
+        self._tail_len = max((len(before) for before, _ in self.phrases), default=0)
         self._tail = tuple(prompt_token_ids[-self._tail_len :]) if self._tail_len else ()
         known = {i for i in prompt_token_ids if i < vocab_size} if params.repetition_penalty != 1.0 else ()
         self.seen = _TokenCounts(known) if params.repetition_penalty != 1.0 else None
         self.counts = _TokenCounts() if params.presence_penalty or params.frequency_penalty else None
         self.edits_logits = bool(
-            self.allowed_ids is not None or self.bias_ids.size or self._bad_ids.size or self._phrases
+            self.allowed_ids is not None or self.bias_ids.size or self.bad_ids.size or self.phrases
         )
         self.edits_logits |= bool(params.min_tokens or self.seen or self.counts)
-        for token_id in output_token_ids:
-            self.append(token_id)
+        self.follow(list(output_token_ids))
 
     @property
     def signed_key(self) -> int:
         """The key of the draws as a signed number of 64 bits, for tensors."""
         return self.key - 2**64 if self.key >= 2**63 else self.key
 
-    @property
-    def needs_host(self) -> bool:
-        """Whether a choice depends on tokens that only the host has, or reports more than the token."""
-        return self.edits_logits or self.params.logprobs is not None or self.params.prompt_logprobs is not None
+    def follow(self, output_token_ids: Sequence[int]) -> None:
+        """Takes in those of a request's output tokens that it has not yet."""
+        for token_id in output_token_ids[self.num_outputs :]:
+            self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Takes in the next output token."""
@@ -145,11 +144,11 @@ class SamplingState:
 
     def banned_ids(self) -> Ids:
         """Tokens that cannot be chosen now, beside those outside `allowed_ids`."""
-        banned = [self._bad_ids]
+        banned = [self.bad_ids]
         if self.num_outputs < self.params.min_tokens:
-            banned.append(self._end_ids)
-        if self._phrases:
-            ends = [last for before, last in self._phrases if self._tail[-len(before) :] == before]
+            banned.append(self.end_ids)
+        if self.phrases:
+            ends = [last for before, last in self.phrases if self._tail[-len(before) :] == before]
             banned.append(np.array(ends, dtype=np.int64))
         return np.concatenate(banned)
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from hookline.batch_processor import BatchProcessor
 from hookline.config import ResolvedConfig
+from hookline.execution.decode_step import DecodeStep, choose_tokens
+from hookline.execution.device_batch import DeviceBatch
+from hookline.execution.device_edits import edit_kinds
 from hookline.execution.device_runner import DeviceRunner
+from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Runner
 from hookline.execution.worst_case import measure_steps as measure
 from hookline.execution.worst_case import prefill_kinds
 from hookline.model import CacheTensors, TransformerModel
 
 # Threads that compile kernels.
-_COMPILERS = 8
+_COMPILERS = 12
 
 # What a graph keeps beside the tensors of its step: workspaces, its nodes.
 _GRAPH_OVERHEAD = 256 * 2**20
@@ -26,6 +31,7 @@ def measure_steps(model: TransformerModel, config: ResolvedConfig) -> tuple[int,
     """Bytes of a prefill step at its largest, and of captured decode steps; None where they are not measured."""
     if model.device.type != "cuda":
         return None
+    _compile(model, config)
     prefill, decode = measure(model, config.max_batch_tokens, config.max_running, config.block_size)
     return prefill, decode + _GRAPH_OVERHEAD if config.cuda_graphs else 0
 
@@ -48,18 +54,33 @@ def start_runner(
         return Runner(model, processor, cache)
     runner = DeviceRunner(model, processor, cache, max_running=config.max_running, max_model_len=max_model_len)
     if is_cuda and config.cuda_graphs:
-        _compile([*runner.decode.kinds(), *prefill_kinds(model, config.block_size)], model.device)
         runner.capture(notice)
     return runner
 
 
-def _compile(kinds: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Runs steps that bring their kernels' compilation, many at a time, for it is most of a cold start."""
+def _compile(model: TransformerModel, config: ResolvedConfig) -> None:
+    """Runs small steps that bring their kernels' compilation, many at a time, for it is most of a cold start.
+
+    Two steps that want the same kernel at the same time would both compile it. So the first are steps that share
+    little: a decode of one row, a choice of tokens, a prefill.
+    """
+    device, size, rows = model.device, config.block_size, config.max_running
+    longest = config.max_model_len or model.longest_context()
+    batch = DeviceBatch(rows, -(-longest // size), rows, size, 1, device)
+    decode = DecodeStep(model, allocate_cache(model.cache_specs(), 1, size, device), batch, longest, rope_lengths=True)
+    first, *decodes = decode.kinds()
+    prefill, *prefills = prefill_kinds(model, size)
 
     def run(kind: Callable[[], object]) -> None:
         with torch.cuda.device(device):
             kind()
 
-    run(kinds[0])  # what all of them share
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(run, kinds[1:]))
+        list(pool.map(run, (first, partial(_choose, model, batch), prefill)))
+        list(pool.map(run, [*decodes, *prefills, *edit_kinds(model.shapes.vocab_size, device)]))
+
+
+@torch.inference_mode()
+def _choose(model: TransformerModel, batch: DeviceBatch) -> None:
+    logits = torch.zeros((1, model.shapes.vocab_size), device=model.device)
+    choose_tokens(logits, batch.inputs.first(1).options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hookline.sampling_params import SamplingParams
@@ -42,8 +43,7 @@ class Request:
         finish_reason: set once, when the status becomes FINISHED.
         stop_token_id: the token that ended the output, if one did.
         computed_tokens: tokens, from the first, whose cache is filled, by the steps in flight as well.
-        steps_in_flight: steps that were scheduled with the request and whose results have not come.
-        pending_tokens: tokens that those steps choose: they are there, but not known yet.
+        pending_tokens: tokens that steps in flight choose: they are there, but not known yet.
         cached_tokens: of those, how many came from the prefix cache when the request was first scheduled.
         preemptions: how often it lost its blocks.
         preempted_at: the computed tokens it had when it last lost its blocks.
@@ -63,7 +63,6 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     computed_tokens: int = 0
-    steps_in_flight: int = 0
     pending_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
@@ -117,10 +116,15 @@ class ScheduledBatch:
         num_tokens: sum of the counts.
         num_samples: how many of the parts sample.
         preempted: requests that lost their blocks to make room in this step; one may be back in `requests` already.
+        admitted: requests that got their first blocks for this step, or got blocks again.
+        version: of the running requests, where each of them decodes a token. A step with the version of the one before
+            has the same requests in the same order, each a token further; None where any does something else.
     """
 
-    requests: tuple[ScheduledRequest, ...]
+    requests: Sequence[ScheduledRequest]
     num_decodes: int
     num_tokens: int
     num_samples: int = 0
     preempted: tuple[Request, ...] = ()
+    admitted: tuple[Request, ...] = ()
+    version: int | None = None

@@ -13,12 +13,13 @@ with it, one after the other, all.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
 
 from hookline.errors import InvalidRequestError
 from hookline.scheduling.admission import most_new_tokens
 from hookline.scheduling.block_pool import BlockLedgerError, BlockPool, RequestBlocks
+from hookline.scheduling.plan import Plan
 from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch, ScheduledRequest
+from hookline.scheduling.steady import SteadyBatch, SteadyDecode
 
 # Steps for which a request may be held back for others to come in with it.
 ADMIT_AFTER = 16
@@ -26,41 +27,6 @@ ADMIT_AFTER = 16
 
 class SchedulerError(RuntimeError):
     """The scheduler's verbs were called out of turn: a fault of the engine, not of a user."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step while it is being decided.
-
-    Attributes:
-        budget: tokens that may still be scheduled.
-        ones: parts of one token, which come first in the batch.
-        chunks: parts of more.
-        preempted: requests that lost their blocks in this step.
-        samples: how many of the parts sample.
-    """
-
-    budget: int
-    samples: int = 0
-    ones: list[ScheduledRequest] = field(default_factory=list)
-    chunks: list[ScheduledRequest] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-
-    def put(self, request: Request, count: int) -> None:
-        start = request.computed_tokens
-        part = ScheduledRequest(request, start, count, start + count == request.num_tokens)
-        (self.ones if count == 1 else self.chunks).append(part)
-        self.budget -= count
-        self.samples += part.samples
-
-    def drop(self, request: Request) -> None:
-        """Take back a decode that was decided already, for its request was preempted."""
-        for index, part in enumerate(self.ones):
-            if part.request is request:
-                del self.ones[index]
-                self.budget += 1
-                self.samples -= part.samples
-                return
 
 
 class Scheduler:
@@ -104,6 +70,9 @@ class Scheduler:
         self._owners: dict[str, RequestBlocks] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
+        self._version = 0  # of `_running`, and of what was taken back
+        self._decided_version: int | None = None
+        self._steady: SteadyDecode | None = None
         self._in_flight: deque[ScheduledBatch] = deque()
         # Ended while steps were in flight that may still use their blocks, with the last of those steps.
         self._leaving: list[tuple[RequestBlocks, ScheduledBatch]] = []
@@ -171,7 +140,30 @@ class Scheduler:
         """
         if len(self._in_flight) >= self._max_in_flight:
             raise SchedulerError(f"schedule was called while {len(self._in_flight)} steps are in flight")
-        plan = _Plan(self._max_batch_tokens)
+        batch = self._steady_batch() or self._decide()
+        if batch.requests:
+            self._in_flight.append(batch)
+        return batch
+
+    def _steady_batch(self) -> SteadyBatch | None:
+        """The next step where it is one more of decodes alone with the same requests, and there is room for it."""
+        steady = self._steady
+        if steady is None or steady.version != self._version or not steady.goes_on or not self._is_closed:
+            return None
+        for request, start in steady.beginning():
+            has_room = start < len(request.block_table) * self._pool.block_size
+            if not has_room and not self._owners[request.request_id].extend(1):
+                return None
+        return steady.take()
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether no request can come in or be preempted for reasons of its own."""
+        full = len(self._running) == self._max_running
+        return self._preempt_every is None and (full or not self._waiting)
+
+    def _decide(self) -> ScheduledBatch:
+        plan = Plan(self._max_batch_tokens)
         if self._preempt_every is not None:
             self._force_preemption(plan)
         prefills = self._schedule_decodes(plan)
@@ -183,14 +175,16 @@ class Scheduler:
             num_tokens=self._max_batch_tokens - plan.budget,
             num_samples=plan.samples,
             preempted=tuple(plan.preempted),
+            admitted=tuple(plan.admitted),
+            version=self._version if 0 < plan.samples == len(plan.ones) == len(self._running) else None,
         )
-        if batch.requests:
-            self._in_flight.append(batch)
-            for part in batch.requests:
-                request = part.request
-                request.computed_tokens = part.start + part.count
-                request.steps_in_flight += 1
-                request.pending_tokens += part.samples
+        for part in batch.requests:
+            request = part.request
+            request.computed_tokens = part.start + part.count
+            request.pending_tokens += part.samples
+        repeats = batch.version is not None and batch.version == self._decided_version and self._is_closed
+        self._steady = SteadyDecode(batch, self._pool.block_size) if repeats else None
+        self._decided_version = batch.version
         return batch
 
     def update(self, batch: ScheduledBatch, sampled: list[list[int]]) -> list[tuple[Request, list[int]]]:
@@ -212,12 +206,15 @@ class Scheduler:
         if len(sampled) != batch.num_samples:
             raise SchedulerError(f"{len(sampled)} lists of sampled tokens for {batch.num_samples} parts that sample")
         self._in_flight.popleft()
+        if set(map(len, sampled)) - {1}:
+            self._version += 1  # of requests that went further, or not at all, more than one token may be missing
+        elif isinstance(batch, SteadyBatch) and batch.version == self._version and batch.ends_none(sampled):
+            return self._update_steady(batch, sampled)
         running, finished, block_size = RequestStatus.RUNNING, RequestStatus.FINISHED, self._pool.block_size
         results: list[tuple[Request, list[int]]] = []
         every = sampled if len(sampled) == len(batch.requests) else _spread(batch, sampled)
         for part, tokens in zip(batch.requests, every, strict=True):
             request = part.request
-            request.steps_in_flight -= 1
             request.pending_tokens -= part.samples
             if request.status is not finished:
                 computed = part.start + part.count
@@ -234,6 +231,16 @@ class Scheduler:
                 results.append((request, tokens))
         self._release_leaving(batch)
         return results
+
+    def _update_steady(self, batch: SteadyBatch, sampled: list[list[int]]) -> list[tuple[Request, list[int]]]:
+        """`update` where every request goes on."""
+        for request, tokens in zip(batch.deciding, sampled, strict=True):
+            request.pending_tokens -= 1
+            request.output_token_ids += tokens
+        for request, computed in batch.filling:
+            self._owners[request.request_id].register(computed)
+        self._release_leaving(batch)
+        return list(zip(batch.deciding, sampled, strict=True))
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
         """Take note that a step was lost: its requests end with ERROR. Returns those that had not ended before.
@@ -271,7 +278,7 @@ class Scheduler:
                 names = [owner.request.request_id for owner in owners if block_id in owner.request.block_table]
                 raise BlockLedgerError(f"block {block_id} has {count} references and stands in the tables of {names}")
 
-    def _schedule_decodes(self, plan: _Plan) -> list[Request]:
+    def _schedule_decodes(self, plan: Plan) -> list[Request]:
         """One token for each running request that has just one to compute; returns the others.
 
         The budget suffices: a request is only admitted when all that run got a token and one more is left.
@@ -291,7 +298,7 @@ class Scheduler:
         plan.samples += len(plan.ones)
         return prefills
 
-    def _schedule_prefills(self, plan: _Plan, prefills: list[Request]) -> None:
+    def _schedule_prefills(self, plan: Plan, prefills: list[Request]) -> None:
         for request in prefills:
             if plan.budget == 0:
                 return
@@ -308,7 +315,7 @@ class Scheduler:
             if count > 0:
                 plan.put(request, count)
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: Plan) -> None:
         """Let waiting requests in, in order, while there is budget and room.
 
         One block for each running request is left alone, for it may need that soon; and who was preempted comes back
@@ -322,8 +329,8 @@ class Scheduler:
         self._steps_held = 0
         while self._waiting and plan.budget > 0 and len(self._running) < self._max_running:
             request = next(iter(self._waiting.values()))
-            if request.steps_in_flight:
-                return  # preempted; the token that it comes back with is not known yet
+            if request.preemptions and self._is_in_flight(request):
+                return  # the token that it comes back with is not known yet
             owner = self._owners[request.request_id]
             room = pool.num_available - len(self._running)
             if room < 1:
@@ -340,13 +347,18 @@ class Scheduler:
             owner.extend(blocks)
             del self._waiting[request.request_id]
             self._running.append(request)
+            self._version += 1
             request.status = RequestStatus.RUNNING
             request.computed_tokens = start
             if request.preemptions == 0:
                 request.cached_tokens = start
+            plan.admitted.append(request)
             plan.put(request, min(count, blocks * pool.block_size))
 
-    def _take_blocks(self, plan: _Plan, request: Request, wanted: int) -> bool:
+    def _is_in_flight(self, request: Request) -> bool:
+        return any(part.request is request for batch in self._in_flight for part in batch.requests)
+
+    def _take_blocks(self, plan: Plan, request: Request, wanted: int) -> bool:
         """Give a request up to `wanted` blocks; if there is none at all, take from those that came later."""
         owner = self._owners[request.request_id]
         if owner.extend(wanted):
@@ -356,9 +368,10 @@ class Scheduler:
         taken = min(wanted, self._pool.num_available)
         return taken > 0 and owner.extend(taken)
 
-    def _preempt(self, plan: _Plan) -> None:
+    def _preempt(self, plan: Plan) -> None:
         """Send the last-come running request back to the front of the waiting ones."""
         request = self._running.pop()
+        self._version += 1
         self._owners[request.request_id].release()
         request.status = RequestStatus.WAITING
         request.preemptions += 1
@@ -369,7 +382,7 @@ class Scheduler:
         plan.preempted.append(request)
         plan.drop(request)
 
-    def _force_preemption(self, plan: _Plan) -> None:
+    def _force_preemption(self, plan: Plan) -> None:
         self._steps_to_preemption -= 1
         if self._steps_to_preemption > 0 or not self._running:
             return
@@ -396,6 +409,7 @@ class Scheduler:
             del self._waiting[request.request_id]
         else:
             self._running.remove(request)
+            self._version += 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self._in_flight:
@@ -416,9 +430,9 @@ class Scheduler:
         self._leaving = staying
 
     def _take_back(self, batch: ScheduledBatch) -> None:
+        self._version += 1
         for part in batch.requests:
             request = part.request
-            request.steps_in_flight -= 1
             request.pending_tokens -= part.samples
             if request.status is RequestStatus.RUNNING:
                 request.computed_tokens = part.start

@@ -10,7 +10,8 @@ import torch
 
 from hookline.benchmark.measure import Choice
 from hookline.benchmark.setup import Bench
-from hookline.benchmark.step_profile import Span, from_spans, profile_decode
+from hookline.benchmark.step_profile import Span, from_spans, profile_decode, with_traffic
+from hookline.benchmark.traffic import Traffic
 from hookline.benchmark.workload import Lengths
 from hookline.errors import HooklineError
 
@@ -53,6 +54,29 @@ def test_one_step_has_the_gap_within_it() -> None:
     assert from_spans([Span("a", 0.0, 1.0), Span("a", 4.0, 5.0)], steps=1, wall=5.0).gap == 3
 
 
+def test_bytes_stand_beside_the_kernels_that_are_known() -> None:
+    """A kernel of ours has its own; the library's products have theirs together."""
+    names = ("rms_norm_kernel", "nvjet_tst_64x8", "void cutlass::Kernel2<gemm>", "at::native::elementwise_kernel")
+    spans = [Span(name, 10.0 * place, 10.0 * place + 4) for place, name in enumerate(names)]
+    found = with_traffic(from_spans(spans, 1, 40.0), Traffic({"rms_norm_kernel": 2_000_000, "gone": 5}, 24_000_000))
+    assert [(row.name, row.bytes) for row in found.rows] == [
+        (names[0], 2_000_000),
+        *((name, None) for name in names[1:]),
+    ]
+    assert found.rows[0].bytes_per_second == 0.5e12
+    assert found.library is not None
+    assert (found.library.calls, found.library.microseconds, found.library.bytes_per_second) == (2, 8, 3e12)
+    lines = list(found.lines())
+    assert lines[0].split()[-4:] == ["MB", "a", "step", "TB/s"]
+    assert lines[1].split()[-2:] == ["2", "0.5"]
+    assert lines[2].split()[-1] == "%"
+    assert lines[5].split()[-2:] == ["24", "3"]
+
+
+def test_without_the_library_there_is_no_row_for_it() -> None:
+    assert with_traffic(from_spans([Span("rms_norm_kernel", 0.0, 1.0)], 1, 1.0), Traffic({}, 10)).library is None
+
+
 def test_a_trace_of_decode_steps(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     found = profile_decode(bench.engine, 3, Lengths(9, 5), Choice(), 4, file)
@@ -64,7 +88,10 @@ def test_a_trace_of_decode_steps(bench: Bench, tmp_path: Path) -> None:
     assert any("aten::" in row.name for row in found.rows)
     lines = list(found.lines())
     assert lines[0].split()[:2] == ["kernel", "calls"]
-    assert lines[-1].startswith("4 steps:")
+    (end,) = [index for index, line in enumerate(lines) if line.startswith("4 steps:")]
+    assert lines[end + 2].split()[:4] == ["product", "of", "3", "rows,"]
+    assert {line.split()[0] for line in lines[end + 3 :]} == {one.name for one in found.products}
+    assert all(one["bytes_per_second"] > 0 for one in found.to_dict()["products"])
     assert not bench.engine.has_work
     assert bench.engine.pool.num_referenced == 0
 

@@ -15,7 +15,7 @@ from hookline.execution.device_runner import DeviceRunner
 
 PROMPTS = [[(7 * row + 3 * i) % 250 for i in range(length)] for row, length in enumerate((1, 9, 16, 30, 5, 17, 40, 3))]
 
-# Every kind of choice: by the device, by the host, and ends that come to light late.
+# Every kind of choice, and ends that come to light late.
 PARAMS = [
     SamplingParams(max_tokens=20, ignore_eos=True),
     SamplingParams(max_tokens=25, temperature=0.8, seed=5),
@@ -26,7 +26,7 @@ PARAMS = [
     SamplingParams(max_tokens=12, temperature=1.0, top_k=40, top_p=0.8, seed=8),
     SamplingParams(max_tokens=2, ignore_eos=True),
 ]
-ON_HOST = [
+EDITED = [
     SamplingParams(max_tokens=9, repetition_penalty=1.3),
     SamplingParams(max_tokens=6, logprobs=2),
     SamplingParams(max_tokens=7, prompt_logprobs=1, temperature=0.5, seed=1),
@@ -45,11 +45,16 @@ def engine(folder: Path, overlap: bool, **options: Any) -> Engine:
 
 
 def results(outputs: list[Any]) -> list[Any]:
+    """Ids, ends, and of log probabilities the ranks: the numbers depend a little on the shape of a step's batch."""
     return [
-        (o.token_ids, o.finish_reason, o.stop_reason, o.logprobs, output.prompt_logprobs)
+        (o.token_ids, o.finish_reason, o.stop_reason, ranks(o.logprobs), ranks(output.prompt_logprobs))
         for output in outputs
         for o in output.outputs
     ]
+
+
+def ranks(entries: Any) -> Any:
+    return entries and [entry and (entry.token_id, entry.rank) for entry in entries]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def results(outputs: list[Any]) -> list[Any]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kinds", [PARAMS, PARAMS[:5] + ON_HOST], ids=["device", "mixed"])
+@pytest.mark.parametrize("kinds", [PARAMS, PARAMS[:5] + EDITED], ids=["plain", "edited"])
 def test_equals_plain_steps(folder: Path, options: dict[str, Any], kinds: list[SamplingParams]) -> None:
     plain, overlapped = (engine(folder, overlap, **options) for overlap in (False, True))
     launches = spy_on_launches(overlapped)
@@ -73,7 +78,7 @@ def test_equals_plain_steps(folder: Path, options: dict[str, Any], kinds: list[S
     assert found == want
     overlapped.scheduler.check()
     assert overlapped.pool.num_referenced == 0
-    assert max(launches) == 1 or kinds is not PARAMS, "steps did not overlap"
+    assert max(launches) == 1, "steps did not overlap"
 
 
 def spy_on_launches(run: Engine) -> list[int]:
@@ -83,8 +88,6 @@ def spy_on_launches(run: Engine) -> list[int]:
     launch = runner.launch
 
     def spy(batch: Any, states: Any) -> Any:
-        on_host = any(states[part.request.request_id].needs_host for part in batch.requests)
-        assert not (on_host and run._flights), "the host chooses before it knows the tokens of the step before"
         seen.append(len(run._flights))
         return launch(batch, states)
 
@@ -118,9 +121,10 @@ def test_a_request_that_comes_and_one_that_goes(folder: Path) -> None:
         assert run.pool.num_referenced == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"presence_penalty": 1.5, "frequency_penalty": 0.4, "logprobs": 2}], ids=str)
 @pytest.mark.parametrize("where", ["launch", "after launch", "collect"])
-def test_an_interrupt_loses_nothing(folder: Path, where: str) -> None:
-    many, long = PROMPTS[:4], SamplingParams(max_tokens=15, temperature=0.9, seed=3)
+def test_an_interrupt_loses_nothing(folder: Path, where: str, options: dict[str, Any]) -> None:
+    many, long = PROMPTS[:4], SamplingParams(max_tokens=15, temperature=0.9, seed=3, **options)
     with engine(folder, False) as run:
         want = results(run.generate(many, long))
     with engine(folder, True) as run:

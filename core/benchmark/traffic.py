@@ -1,0 +1,141 @@
+"""Bytes that the kernels of a decode step are given, by kernel, recorded in one step that runs without a graph.
+
+Of a Triton kernel they are the sizes of its tensors, each counted once though it be read and written; of the vendor
+library's products, those of operands and results. A cache tensor counts as what is used of it: by a kernel that is
+given block tables all contexts, by any other one entry a row; and of experts those count that are expected to be chosen
+at least once. Who reads only a part of the rest is slower than it looks here; what a window leaves out is not known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from hookline.execution.decode_step import choose_tokens
+from hookline.execution.kv_cache import allocate_cache
+from hookline.model import ForwardBatch, TransformerModel
+from hookline_kernels.decode_inputs import DecodeInputs
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm", "_grouped_mm"})
+_NO_EXPERTS: Mapping[int, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of a step.
+
+    Attributes:
+        kernels: by the name of the Triton kernel, all its calls together.
+        products: of torch's own matrix products, all together.
+    """
+
+    kernels: Mapping[str, int]
+    products: int
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what passes while it is entered.
+
+    Args:
+        used: by address, the most bytes that are used of a tensor: by a kernel that has `tables`, and by one that has
+            not.
+        tables: the block tables' address; they count for nothing themselves.
+    """
+
+    def __init__(self, used: Mapping[int, tuple[int, int]], tables: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = defaultdict[str, int](int)
+        self.products = 0
+        self._used = used
+        self._tables = tables
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _PRODUCTS:
+            self.products += sum(self._size(each) for each in (*args, result) if isinstance(each, torch.Tensor))
+        return result
+
+    def launched(self, name: str, arguments: Iterable[object]) -> None:
+        """Takes note of a Triton kernel; a tensor that it is given twice counts once."""
+        tensors = {each.data_ptr(): each for each in arguments if isinstance(each, torch.Tensor)}
+        reads_contexts = tensors.pop(self._tables, None) is not None
+        self.kernels[name] += sum(self._size(tensor, reads_contexts) for tensor in tensors.values())
+
+    def _size(self, tensor: torch.Tensor, reads_contexts: bool = False) -> int:
+        size = tensor.numel() * tensor.element_size()
+        most = self._used.get(tensor.data_ptr())
+        if most is None:
+            return size
+        return most[0] if reads_contexts else min(size, most[1])
+
+
+@torch.inference_mode()
+def decode_traffic(
+    model: TransformerModel,
+    requests: int,
+    rows: int,
+    context: int,
+    longest: int,
+    block_size: int,
+    experts: Mapping[int, int] = _NO_EXPERTS,
+) -> Traffic:
+    """Runs a decode step of made-up requests of `context` tokens each, on a cache of one block.
+
+    Args:
+        rows: of the step; those beyond `requests` are padding.
+        longest: most tokens of a request, by which kernels are chosen.
+        experts: by the address of a tensor of experts, its bytes that are read.
+    """
+    device = model.device
+    cache = allocate_cache(model.cache_specs(), 1, block_size, device)
+    tables = torch.zeros((rows, -(-longest // block_size)), dtype=torch.int32, device=device)
+    entries = [entry for group in cache.values() for layer in group for entry in layer.values()]
+    used = {address: (size, size) for address, size in experts.items()}
+    for entry in entries:
+        size = entry.numel() * entry.element_size() // block_size
+        used[entry.data_ptr()] = requests * context * size, requests * size
+    order = torch.arange(rows + 1, device=device)
+    contexts = torch.where(order[:rows] < requests, context, 0)
+    batch = ForwardBatch(
+        token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=(contexts - 1).clamp(min=0),
+        slots=torch.full((rows,), -1, device=device),
+        block_tables=tables,
+        query_starts=order.int(),
+        context_lens=contexts.int(),
+        logits_rows=order[:rows],
+        num_decodes=rows,
+        max_query_len=1,
+        max_context_len=longest,
+        rope_lengths=contexts,
+        cache=cache,
+    )
+    recorder = _Recorder(used, tables.data_ptr())
+    with recorder, _launches(recorder):
+        choose_tokens(model.compute_logits(model.forward(batch)), DecodeInputs.zeros(rows, 1, device).options)
+    return Traffic(dict(recorder.kernels), recorder.products)
+
+
+@contextmanager
+def _launches(recorder: _Recorder) -> Iterator[None]:
+    """Tells the recorder of each launch; Triton's own hook is not given the arguments."""
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("warmup"):
+            recorder.launched(self.fn.__name__, (*args, *kwargs.values()))
+        return original(self, *args, **kwargs)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = original

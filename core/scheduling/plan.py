@@ -1,0 +1,44 @@
+"""A step while it is being decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hookline.scheduling.request import Request, ScheduledRequest
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is decided so far.
+
+    Attributes:
+        budget: tokens that may still be scheduled.
+        ones: parts of one token, which come first in the batch.
+        chunks: parts of more.
+        preempted: requests that lost their blocks in this step.
+        admitted: requests that came in.
+        samples: how many of the parts sample.
+    """
+
+    budget: int
+    samples: int = 0
+    ones: list[ScheduledRequest] = field(default_factory=list)
+    chunks: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+    def put(self, request: Request, count: int) -> None:
+        start = request.computed_tokens
+        part = ScheduledRequest(request, start, count, start + count == request.num_tokens)
+        (self.ones if count == 1 else self.chunks).append(part)
+        self.budget -= count
+        self.samples += part.samples
+
+    def drop(self, request: Request) -> None:
+        """Take back a decode that was decided already, for its request was preempted."""
+        for index, part in enumerate(self.ones):
+            if part.request is request:
+                del self.ones[index]
+                self.budget += 1
+                self.samples -= part.samples
+                return
