@@ -14,9 +14,11 @@ from hookline.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "snapshot", "random"]
+ExpertRouting = Literal["natural", "uniform", "correlated"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "snapshot", "random")
+EXPERT_ROUTINGS = ("natural", "uniform", "correlated")
 _DEVICES = ("auto", "cpu", "cuda")
 _MAX_BYTES = 2**63
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -123,6 +125,8 @@ class EngineConfig:
         overlap: launch a step before the tokens of the one before are read; None does so on a GPU.
         cuda_graphs: on a GPU, capture decode steps as CUDA graphs when the engine starts.
         prefix_caching: reuse full blocks of earlier requests with the same tokens.
+        expert_routing: `natural` is the router's choice. The others are for benchmarks and give senseless text: with
+            `uniform` each token's experts are random, with `correlated` the tokens of a request mostly share theirs.
         seed: seeds random weights, and requests that bring no seed of their own.
         offline: never reach the network.
         plugins: which plugins may be used.
@@ -141,6 +145,7 @@ class EngineConfig:
     overlap: bool | None = None
     cuda_graphs: bool = True
     prefix_caching: bool = True
+    expert_routing: ExpertRouting = "natural"
     seed: int = 0
     offline: bool = False
     plugins: PluginOptions = PluginOptions()
@@ -153,6 +158,7 @@ class EngineConfig:
             raise UsageError(f"model is {model!r:.80}", hint="Give a path, a pulled model's name or a hub id.")
         _check_choice("dtype", self.dtype, _DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
+        _check_choice("expert_routing", self.expert_routing, EXPERT_ROUTINGS)
         _check_choice("device", re.sub(r"(?<=cuda):\d+$", "", str(self.device)), _DEVICES)
         for name in ("max_batch_tokens", "max_running", "block_size", "max_model_len"):
             value = getattr(self, name)

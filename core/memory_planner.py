@@ -18,7 +18,7 @@ import torch
 
 from hookline.config import MemorySize, Percent, ResolvedConfig, bytes_of
 from hookline.errors import NotEnoughMemoryError
-from hookline.model import CacheSpec, ModelConfig, TransformerConfig
+from hookline.model import CacheSpec, ModelConfig, MoETransformerConfig, TransformerConfig
 from hookline_kernels.packed import PANEL
 
 _CPU_CACHE = 512 * 2**20
@@ -101,6 +101,10 @@ class MemoryPlanner:
             width = 3 * config.hidden_size + 3 * config.intermediate_size
             inner = max(inner, config.intermediate_size)
             width += 2 * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        if isinstance(config, MoETransformerConfig):
+            # Of each pair of token and expert: its input, what its two products give, and the fp32 parts of the sum.
+            width += config.n_top_k * (4 * config.hidden_size + 3 * config.expert_intermediate_size)
+            width += 3 * config.shared_intermediate_size
         tokens = options.max_batch_tokens * width * itemsize
         logits = options.max_running * config.vocab_size * (itemsize + 4)
         # A part of a packed weight that products of many tokens have multiplied out.

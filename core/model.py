@@ -1,7 +1,7 @@
 """Models: the contract of a forward pass, its batch, and what a model asks of the cache.
 
 Shape letters: T tokens in the batch, B requests, H query heads, K key-value heads, D head size, M model size,
-F feed-forward size, V vocabulary, S block size, R rows whose logits are wanted.
+F feed-forward size, E experts, V vocabulary, S block size, R rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import torch
 
 from hookline import parallel as sharding
 from hookline.errors import ModelConfigError
+from hookline.layers.moe import ForcedRouting, MoE
 from hookline.parallel import Parallel
+from hookline_kernels.activation import GATED_ACTIVATIONS
+from hookline_kernels.grouped_gemm import pack_expert_weight
 from hookline_kernels.linear import pack_linear_weight
+from hookline_kernels.moe_routing import RoutingRule
 
 if TYPE_CHECKING:
     from hookline.config import EngineConfig
@@ -56,6 +60,30 @@ class TransformerConfig(ModelConfig):
     norm_eps: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoETransformerConfig(TransformerConfig):
+    """Shapes of such a decoder whose MLP is a mixture of experts, in all layers or in some.
+
+    Attributes:
+        n_experts: E.
+        routing: how a token's experts and their weights follow from the router's logits.
+        activation: of the experts.
+        expert_intermediate_size: F of each expert; `intermediate_size` is that of layers without experts.
+        shared_intermediate_size: F of the experts that every token passes, together; 0 where there are none.
+    """
+
+    n_experts: int
+    routing: RoutingRule
+    activation: str
+    expert_intermediate_size: int
+    shared_intermediate_size: int = 0
+
+    @property
+    def n_top_k(self) -> int:
+        """Experts a token."""
+        return self.routing.top_k
+
+
 def read_count(hf_config: Mapping[str, Any], name: str, default: int | None = None, limit: int = 2**31) -> int:
     """A whole number from 1 to `limit` in a checkpoint's config; `default` stands in where the field is absent.
 
@@ -80,6 +108,33 @@ def read_flag(hf_config: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ModelConfigError(f"{name} is {value!r}; expected true or false", hint=_UNSOUND)
     return bool(value)
+
+
+def read_activation(hf_config: Mapping[str, Any]) -> str:
+    """`hidden_act`, which must be one that gated MLPs have.
+
+    Raises:
+        ModelConfigError: naming the field and what is known.
+    """
+    value = hf_config.get("hidden_act", "silu")
+    if not isinstance(value, str) or value not in GATED_ACTIVATIONS:
+        raise ModelConfigError(
+            f"hidden_act is {value!r}; known are {', '.join(sorted(GATED_ACTIVATIONS))}",
+            hint="The model would give wrong text with another activation, so it is refused.",
+        )
+    return value
+
+
+def read_experts(hf_config: Mapping[str, Any], experts: str, per_token: str) -> tuple[int, int]:
+    """E and the experts a token, under the names that the architecture gives them.
+
+    Raises:
+        ModelConfigError: naming the field that is missing or unsound.
+    """
+    n_experts, top_k = read_count(hf_config, experts, limit=2**16), read_count(hf_config, per_token)
+    if top_k > n_experts:
+        raise ModelConfigError(f"{per_token} is {top_k}, more than {experts}, {n_experts}", hint=_UNSOUND)
+    return n_experts, top_k
 
 
 def read_transformer_fields(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,3 +312,44 @@ class TransformerModel(ABC):
         """[M, F], this rank's columns; the bias [M] on rank 0 alone."""
         cut = sharding.shard_mlp_2(param, self.parallel)
         return None if cut is None else self._matrix(cut)
+
+
+class MoETransformerModel(TransformerModel):
+    """A decoder with experts. Every rank of a TP group holds a part of each expert that its EP rank holds.
+
+    Attributes:
+        moe: the layer; benchmarks exchange it for one that tells them the routes.
+    """
+
+    shapes: MoETransformerConfig
+
+    def __init__(self, config: MoETransformerConfig, engine_config: EngineConfig, parallel: Parallel) -> None:
+        super().__init__(config, engine_config, parallel)
+        mode = engine_config.expert_routing
+        forced = None if mode == "natural" else ForcedRouting.make(mode, config.n_experts, self.device)
+        self.moe = MoE(rule=config.routing, num_experts=config.n_experts, activation=config.activation, forced=forced)
+
+    def transform_mlp_1_param(self, param: torch.Tensor) -> torch.Tensor:
+        """As of any decoder; the shared experts' too."""
+        gated = param.shape[0] in (2 * self.shapes.intermediate_size, 2 * self.shapes.shared_intermediate_size)
+        return self._matrix(sharding.shard_mlp_1(param, self.parallel, gated=gated))
+
+    def transform_moe_gate_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[E, M], or the gate [1, M] of shared experts, whole on every rank."""
+        return self._matrix(param)
+
+    def transform_moe_mlp_1_param(self, param: torch.Tensor) -> torch.Tensor:
+        """[E, 2F, M], each expert's gate before its up, or [E, F, M], or their bias; this rank's experts and rows."""
+        gated = param.shape[1] == 2 * self.shapes.expert_intermediate_size
+        own = sharding.shard_experts(param, self.parallel)
+        return self._expert_matrices(sharding.shard_mlp_1(own, self.parallel, gated=gated, experts=True))
+
+    def transform_moe_mlp_2_param(self, param: torch.Tensor) -> torch.Tensor | None:
+        """[E, M, F], this rank's experts and columns; the bias [E, M] on rank 0 alone."""
+        own = sharding.shard_experts(param, self.parallel)
+        cut = sharding.shard_mlp_2(own, self.parallel, experts=True)
+        return None if cut is None else self._expert_matrices(cut)
+
+    def _expert_matrices(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Weights [E, out, in] (or biases [E, out]) in the layout of the grouped products."""
+        return pack_expert_weight(tensor, self.device, self.dtype) if tensor.ndim == 3 else self.place(tensor)

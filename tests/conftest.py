@@ -42,6 +42,13 @@ TINY: dict[str, Any] = {
     # Wide enough that greedy choices are far from ties.
     "initializer_range": 0.15,
 }
+TINY_MIXTRAL: dict[str, Any] = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+TINY_QWEN2_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -61,22 +68,29 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def make_checkpoint(folder: Path, kind: str = "llama", seed: int = 0, **fields: Any) -> Path:
-    """A tiny random model of transformers' own making, saved with a tokenizer; `kind` is `llama` or `mistral`."""
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    """`make_module` saved with a tokenizer."""
+    make_module(kind, seed, **fields).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def make_module(kind: str = "llama", seed: int = 0, **fields: Any) -> transformers.PreTrainedModel:
+    """A tiny random model of transformers' own making; `kind` is `llama`, `mistral`, `mixtral` or `qwen2_moe`."""
+    config_class, model_class, own = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {}),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, TINY_MIXTRAL),
+        "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM, TINY_QWEN2_MOE),
     }[kind]
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**TINY, **fields}))
+    model = model_class(config_class(**{**TINY, **own, **fields}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms and biases that do something
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif "embed_tokens" in name:
                 parameter.mul_(4)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
+    return model
 
 
 @pytest.fixture(scope="session")

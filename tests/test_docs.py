@@ -31,6 +31,7 @@ from tests.plugin_fixtures import build_wheel, install_wheel, run_engine
 from tests.source_tree import ROOT, read_modules
 
 GUIDE = "docs/plugins.md"
+PLUGIN_READMES = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("plugins/*/README.md"))
 PACKAGE = "hookline_qwen3"
 NEW = 24
 PROMPTS = [[7, 8, 9], list(range(20, 90)), [5]]
@@ -246,7 +247,7 @@ def test_readmes_first_plugin_is_found(tmp_path: Path) -> None:
 def documented_commands() -> list[tuple[str, str]]:
     """Every `engine ...` line of shell blocks, with the document that has it."""
     found = []
-    for document in ("README.md", GUIDE, "CONTRIBUTING.md", "plugins/llama/README.md"):
+    for document in ("README.md", GUIDE, "CONTRIBUTING.md", *PLUGIN_READMES):
         for block in blocks(document, "sh"):
             found += [(document, line) for line in block.splitlines() if re.match(r"(\.venv/bin/)?engine ", line)]
     return found

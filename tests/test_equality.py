@@ -1,4 +1,4 @@
-"""Greedy ids in fp32 equal transformers', for every option of the Llama plugin, and whatever else the engine does.
+"""Greedy ids in fp32 equal transformers', for every option of the plugins, and whatever else the engine does.
 
 Requests alone and in batches, prefills whole and in chunks, requests preempted, prefixes cold, partly and fully warm:
 the ids are the same. A test whose forced event did not happen fails.
@@ -7,6 +7,7 @@ the ids are the same. A test whose forced event did not happen fails.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import random
 import shutil
@@ -77,6 +78,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral window": ("mistral", {"sliding_window": 12}),
     "mistral head_dim": ("mistral", {"sliding_window": 20, "head_dim": 32}),
+    "mixtral": ("mixtral", {}),
+    "mixtral window": ("mixtral", {"sliding_window": 12, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
+    # Layer by layer: experts and a window, an MLP alone, experts, an MLP that its place in the list makes one.
+    "qwen2_moe mixed": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "mlp_only_layers": [1, 3],
+        },
+    ),
+    "qwen2_moe sparse step": ("qwen2_moe", {"decoder_sparse_step": 2, "qkv_bias": False}),
 }
 
 
@@ -90,7 +106,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(length)] for length in lengths]
 
 
-def reference(folder: Path, many: list[list[int]]) -> list[list[int]]:
+def reference(folder: Path, many: list[list[int]], **extra: Any) -> list[list[int]]:
     """What transformers generates, each prompt alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -98,7 +114,7 @@ def reference(folder: Path, many: list[list[int]]) -> list[list[int]]:
     with torch.inference_mode():
         for ids in many:
             row = torch.tensor([ids])
-            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | extra
             # A copy: dynamic rotary angles of a long prompt stay in the model, and the next one would get them.
             out = copy.deepcopy(model).generate(row, attention_mask=torch.ones_like(row), **options)
             found.append(out[0, len(ids) :].tolist())
@@ -126,7 +142,8 @@ def engine(folder: Path, blocks: int = 256, **options: Any) -> Engine:
     switches = {name: options.pop(name) for name in ("max_chunk_tokens", "preempt_every") if name in options}
     probe = {"block_size": BLOCK, "dtype": "float32", "device": "cpu", "max_model_len": 128} | options
     config = transformers.AutoConfig.from_pretrained(folder)
-    token_bytes = 2 * config.num_key_value_heads * config.head_dim * 4 * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_key_value_heads * head_dim * 4 * config.num_hidden_layers
     memory = blocks * BLOCK * token_bytes
     return Engine(EngineConfig(str(folder), kv_cache_memory=memory, **probe), **switches)
 
@@ -197,13 +214,28 @@ def test_cold_and_warm_prefixes_agree(name: str, expected: Any) -> None:
     assert sum(0 < cached < prompt - BLOCK for cached, prompt in counts) > 1
 
 
-@pytest.mark.parametrize("name", ["plain", "mistral window"])
+@pytest.mark.parametrize("name", ["plain", "mistral window", "mixtral", "qwen2_moe mixed"])
 def test_kernels_do_not_matter(name: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no C compiler the torch implementations give the same."""
     monkeypatch.setattr(native, "load", lambda dtype: native.Native(None, "left out by the test"))
     folder, many, want = expected(name)
     with engine(folder, max_model_len=128) as run:
         assert ids_of(run.generate(many, GREEDY)) == want
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"overlap": True}, {"overlap": True, "preempt_every": 5}])
+def test_options_that_change_logits_equal_transformers(options: dict[str, Any], expected: Any) -> None:
+    """Where the host chooses, and on the device ahead of the host; beside requests without such options."""
+    folder, many, free = expected("plain")
+    own = many[:6]
+    want = reference(folder, own, repetition_penalty=1.4, sequence_bias={(7,): 3.0, (200,): -9.0})
+    edited = dataclasses.replace(GREEDY, repetition_penalty=1.4, logit_bias={7: 3.0, 200: -9.0})
+    with engine(folder, **options) as run:
+        for _ in range(2):
+            found = ids_of(run.generate([*own, *many], [edited] * 6 + [GREEDY] * 16))
+            assert found == want + free
+        assert run._runner.max_in_flight == 1 + options["overlap"]
+    assert all(one != other for one, other in zip(want, free[:6], strict=True))
 
 
 def test_old_spellings_of_the_config_mean_the_same(expected: Any, tmp_path: Path) -> None:

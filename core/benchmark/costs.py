@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -57,17 +58,27 @@ def model_costs(opened: OpenedModel) -> ModelCosts:
     )
 
 
+def expert_tensors(opened: OpenedModel) -> Iterator[torch.Tensor]:
+    """The parameters of a loaded model that hold experts."""
+    yield from (tensor for role, tensor in _tensors(opened) if role == "expert")
+
+
 def _by_role(opened: OpenedModel) -> tuple[Counter[str], Counter[str]]:
     """Bytes, and numbers of weights, of each role."""
     bytes_of, weights_of = Counter[str](), Counter[str]()
+    for role, tensor in _tensors(opened):
+        bytes_of[role] += tensor.numel() * tensor.element_size()
+        weights_of[role] += _num_weights(tensor)
+    return bytes_of, weights_of
+
+
+def _tensors(opened: OpenedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter with its role."""
     for _, container in opened.containers.containers():
         for name, kind in container.parameter_kinds.items():
             tensor: torch.Tensor | None = getattr(container, name)
             if tensor is not None:
-                role = _role(kind)
-                bytes_of[role] += tensor.numel() * tensor.element_size()
-                weights_of[role] += _num_weights(tensor)
-    return bytes_of, weights_of
+                yield _role(kind), tensor
 
 
 def _role(kind: type[Parameter]) -> str:

@@ -1,17 +1,36 @@
-"""The products that a model's weights are for, found from their shapes: no weight is read, and none is made."""
+"""The products that a model's weights are for: found from their shapes, without a weight read or made; and timed."""
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
 
+from hookline.benchmark.machine import synchronize
 from hookline.loading import OpenedModel
 from hookline.parameter_base import Parameter
-from hookline.parameters import EmbeddingParameter, FusedGatedMLPParameter, GatedMLPParameter, UnembedParameter
+from hookline.parameters import (
+    EmbeddingParameter,
+    FusedGatedMLPParameter,
+    GatedMLPParameter,
+    MoEGatingWeightParameter,
+    UnembedParameter,
+)
+from hookline_kernels.activation import GATED_ACTIVATIONS
+from hookline_kernels.linear import linear, linear_gated
 from hookline_kernels.tune_linear import Product
 
 _GATED = (GatedMLPParameter, FusedGatedMLPParameter)
+_WIDE = (UnembedParameter, MoEGatingWeightParameter)
+_WIDE = (UnembedParameter, MoEGatingWeightParameter)
+
+# Least seconds of one timing, reckoned at this many bytes a second.
+_TIMED_SECONDS, _GPU_SPEED, _CPU_SPEED = 2e-3, 4e12, 2e10
+_REPEATS = 5
 
 
 def model_products(opened: OpenedModel) -> tuple[Product, ...]:
@@ -28,20 +47,126 @@ def model_products(opened: OpenedModel) -> tuple[Product, ...]:
     for name, shape in model.checkpoint_shapes():
         opened.containers.map_param(name, torch.empty(shape, dtype=model.dtype, device=model.device))
     opened.containers.validate()
-    names: dict[tuple[str, int, int], str] = {}
-    spent = Counter[tuple[str, int, int]]()
+    return tuple(_weights(opened))
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTime:
+    """One product, timed alone.
+
+    Attributes:
+        name: of its parameter.
+        shape: of the weight, [N, K].
+        count: layers that have one.
+        bytes: of one weight, its input and its output.
+        microseconds: of one.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    count: int
+    bytes: int
+    microseconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """At which the product's operands passed."""
+        return self.bytes / self.microseconds * 1e6
+
+
+@torch.inference_mode()
+def time_products(opened: OpenedModel, tokens: int) -> list[ProductTime]:
+    """Each product of a loaded model, times `tokens` rows, as the engine chooses to compute it; in the model's order.
+
+    Layer after layer takes its turn, so that a weight comes from memory and not from a cache, unless all weights of a
+    shape fit into one. On a GPU the calls are in a CUDA graph.
+    """
+    model, activation = opened.model, getattr(opened.config, "activation", "silu")
+    found = []
+    for product, weights in _weights(opened).items():
+        if weights[0].dtype != model.dtype:
+            continue
+        x = torch.randn(tokens, product.k, device=model.device, dtype=model.dtype)
+        call = _call(product.kind, x, activation if activation in GATED_ACTIVATIONS else "silu")
+        y = call(weights[0])
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (weights[0], x, y))
+        microseconds = _microseconds(call, weights, nbytes, model.device)
+        found.append(ProductTime(product.name, (product.n, product.k), len(weights), nbytes, microseconds))
+    return found
+
+
+def _weights(opened: OpenedModel) -> Mapping[Product, Sequence[torch.Tensor]]:
+    """The matrices of each product, the products by their bytes in a step. Packed weights are left out."""
+    found: dict[tuple[str, int, int], tuple[str, list[torch.Tensor]]] = {}
     for _, container in opened.containers.containers():
         for name, kind in container.parameter_kinds.items():
             tensor: torch.Tensor | None = getattr(container, name)
             if tensor is None or tensor.dim() != 2 or issubclass(kind, EmbeddingParameter):
                 continue
             key = (_kind(kind), tensor.shape[0], tensor.shape[1])
-            names.setdefault(key, name)
-            spent[key] += tensor.numel()
-    return tuple(Product(names[key], *key) for key, _ in spent.most_common())
+            found.setdefault(key, (name, []))[1].append(tensor)
+    order = sorted(found, key=lambda key: -key[1] * key[2] * len(found[key][1]))
+    return {Product(found[key][0], *key): found[key][1] for key in order}
 
 
 def _kind(kind: type[Parameter]) -> str:
-    if issubclass(kind, UnembedParameter):
+    if issubclass(kind, _WIDE):
         return "wide"
     return "gated" if issubclass(kind, _GATED) else "plain"
+
+
+def _call(kind: str, x: torch.Tensor, activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(weight: torch.Tensor) -> torch.Tensor:
+        if kind == "gated":
+            return linear_gated(x, weight, None, activation)
+        return linear(x, weight, wide=kind == "wide")
+
+    return call
+
+
+def _microseconds(
+    call: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor], nbytes: int, device: torch.device
+) -> float:
+    """Of one call, the median of some runs through many."""
+    least = _TIMED_SECONDS * (_CPU_SPEED if device.type == "cpu" else _GPU_SPEED) / nbytes
+    calls = len(weights) * max(1, min(100, -(-int(least) // len(weights))))
+
+    def run() -> None:
+        for number in range(calls):
+            call(weights[number % len(weights)])
+
+    times = _time_graph(run, device) if device.type == "cuda" else _time_calls(run, device)
+    return median(times) / calls
+
+
+def _time_calls(run: Callable[[], None], device: torch.device) -> list[float]:
+    """Microseconds of some runs by the clock."""
+    times = []
+    for _ in range(_REPEATS):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
+
+
+def _time_graph(run: Callable[[], None], device: torch.device) -> list[float]:
+    """Microseconds of some replays of a graph by the device's own clock; the first is not counted."""
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    synchronize(device)
+    with torch.cuda.stream(stream):
+        run()  # compiles what is not compiled, outside of the graph
+        stream.synchronize()
+        graph.capture_begin()
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 2)]  # type: ignore[no-untyped-call]
+        for mark in marks:
+            graph.replay()
+            mark.record()
+    stream.synchronize()
+    return [1e3 * marks[number].elapsed_time(marks[number + 1]) for number in range(1, _REPEATS + 1)]

@@ -61,11 +61,11 @@ class ModelCosts:
 
     def step_bytes(self, tokens: int) -> float:
         """Weight bytes that one step over `tokens` tokens reads; the embedding's few rows are not counted."""
-        experts = 0.0
-        if self.num_experts:
-            share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens
-            experts = self.expert_bytes * share
-        return self.layer_bytes + self.head_bytes + experts
+        return self.layer_bytes + self.head_bytes + self.expert_bytes * self.expert_share(tokens)
+
+    def expert_share(self, tokens: int) -> float:
+        """The part of a layer's experts that are chosen by any of `tokens` tokens; 0 without experts."""
+        return 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
 
     @property
     def active_weights(self) -> float:

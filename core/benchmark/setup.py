@@ -18,6 +18,7 @@ from hookline.checkpoint.random import RandomReader
 from hookline.config import EngineConfig
 from hookline.errors import UsageError
 from hookline.loading import choose_device
+from hookline.model import MoETransformerModel
 
 if TYPE_CHECKING:
     from hookline.benchmark.step_profile import StepProfile
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # Settings of the engine that change a measure; where the model and its plugin are from is said elsewhere.
 _SETTINGS = (
     *("dtype", "device", "load_format", "max_model_len", "max_batch_tokens", "max_running"),
-    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "seed"),
+    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "seed", "expert_routing"),
 )
 
 
@@ -123,6 +124,16 @@ def early_limits(config: EngineConfig, measured: bool) -> Limits | None:
 
 
 def make_bench(subject: Subject, engine: Engine, limits: Limits | None) -> Bench:
-    """Reads the model's costs; looks the device's limits up where they were not measured."""
-    model = engine.loaded.opened.model
-    return Bench(subject, engine, model_costs(engine.loaded.opened), limits or known_limits(model.device, model.dtype))
+    """Reads the model's costs; looks the device's limits up where they were not measured.
+
+    Raises:
+        UsageError: if routing is forced on a model without experts.
+    """
+    opened = engine.loaded.opened
+    model, routing = opened.model, engine.config.expert_routing
+    if routing != "natural" and not isinstance(model, MoETransformerModel):
+        raise UsageError(
+            f"--routing is {routing}, and {subject.name} has no experts",
+            hint="Leave --routing out, or measure a mixture of experts.",
+        )
+    return Bench(subject, engine, model_costs(opened), limits or known_limits(model.device, model.dtype))

@@ -17,7 +17,7 @@ from hookline.cli.options import adapt_options, engine_options
 from hookline.cli.output_file import check_output
 from hookline.cli.source import read_subject, source_options, subject_config
 from hookline.cli.starting import start_engine
-from hookline.config import PluginOptions
+from hookline.config import EXPERT_ROUTINGS, PluginOptions
 from hookline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +69,15 @@ _report_options = _all(
         "--measure-roofline",
         is_flag=True,
         help="Measure bandwidth and peak of the device first, in place of what is known by its name.",
+    ),
+    click.option(
+        "--routing",
+        "expert_routing",
+        type=click.Choice(EXPERT_ROUTINGS),
+        default="natural",
+        show_default=True,
+        help="Which experts tokens go to: the router's choice; or forced, for random weights may make it a poor one: "
+        "uniform for each token, or correlated within a request.",
     ),
     _number("--temperature", 0.0, "0 is greedy, 1 draws as the model says.", float, "NUMBER"),
     _number("--top-k", 0, "Draw from the COUNT likeliest; 0 is all.", int),
@@ -130,7 +139,9 @@ def latency(
     length, choice = Lengths(input_len, output_len), _choice(values)
     values["max_running"] = max(values["max_running"], batch)  # or they would not start together
     with _start(values, plugins) as found:
+        from hookline.benchmark.experts import count_experts
         from hookline.benchmark.figures import latency_figures
+        from hookline.benchmark.report import Figure
         from hookline.benchmark.step_profile import profile_decode
 
         engine = found.engine
@@ -141,7 +152,11 @@ def latency(
         profile = None
         if profile_file is not None:
             profile = profile_decode(engine, batch, length, choice, profile_steps, profile_file)
-        _print(found.report("latency", workload | _drawn(values), figures, profile=profile), values)
+        experts, notes = count_experts(engine, batch, length), list[str]()
+        if experts is not None:
+            figures.append(Figure("distinct_experts", experts.mean, "a layer"))
+            notes.append(experts.line(values["expert_routing"], found.costs))
+        _print(found.report("latency", workload | _drawn(values), figures, notes, profile), values)
 
 
 @bench.command("throughput")

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ENGINE_DEFAULTS = MappingProxyType({entry.name: entry.default for entry in dataclasses.fields(EngineConfig)})
 _ENGINE_FIELDS = (
     *("dtype", "device", "load_format", "max_model_len", "max_batch_tokens", "max_running"),
-    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "offline"),
+    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "expert_routing", "offline"),
 )
 _SAMPLING_FIELDS = tuple(entry.name for entry in dataclasses.fields(SamplingParams))
 

@@ -63,6 +63,16 @@ class RopeConfig:
         """Whether the angles change once a request is longer than the original context."""
         return self.rope_type in ("dynamic", "longrope")
 
+    def longest_context(self, max_positions: int) -> int:
+        """Most tokens for which the angles make sense, of a model made for `max_positions`."""
+        return int(max_positions * max(1.0, self.factor)) if self.rope_type == "dynamic" else max_positions
+
+    def prefix_salt(self, prompt_length: int) -> bytes:
+        """What cached keys depend on beside their tokens (`TransformerModel.prefix_salt`)."""
+        if not self.depends_on_length or prompt_length <= self.original_max_positions:
+            return b""
+        return b"long" if self.rope_type == "longrope" else str(prompt_length).encode()
+
 
 def _check_fields(hf_config: Mapping[str, Any]) -> None:
     """Checks the numbers among the rotary settings, in either spelling, before anything computes with them.

@@ -1,4 +1,4 @@
-"""The products of a model: every linear layer's shape once, the dearest first, and no memory taken."""
+"""The products of a model: every linear layer's shape once, the dearest first, and no memory taken; and their times."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
-from hookline.benchmark.products import model_products
+from hookline.benchmark.products import model_products, time_products
 from hookline.checkpoint.random import RandomReader
 from hookline.config import EngineConfig
-from hookline.loading import OpenedModel, open_model
+from hookline.loading import OpenedModel, load_model, open_model
 from tests.benchmark.conftest import tiny_config
 
 
@@ -40,3 +41,38 @@ def test_a_large_model_costs_nothing() -> None:
         for _, container in model.containers.containers()
         for tensor in (getattr(container, name) for name in container.parameter_names)
     )
+
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                not torch.cuda.is_available() or triton.knobs.runtime.interpret, reason="needs a CUDA device"
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_product_is_timed_with_the_models_own_weights(device: str) -> None:
+    config = EngineConfig("m", device=device, dtype="bfloat16", load_format="random")
+    model = load_model(config, RandomReader(tiny_config())).opened
+    found = {one.name: one for one in time_products(model, 3)}
+    assert list(found) == ["mlp_1_w", "word_unembed", "qkv_w", "mlp_2_w", "attn_out_w"]
+    assert {name: (one.shape, one.count) for name, one in found.items()} == {
+        "mlp_1_w": ((224, 64), 2),
+        "word_unembed": ((320, 64), 1),
+        "qkv_w": ((128, 64), 2),
+        "mlp_2_w": ((64, 112), 2),
+        "attn_out_w": ((64, 64), 2),
+    }
+    # Weight, input, and output: half as wide where the gate is applied, in fp32 for logits.
+    assert found["mlp_1_w"].bytes == 2 * (224 * 64 + 3 * 64 + 3 * 112)
+    assert found["word_unembed"].bytes == 2 * (320 * 64 + 3 * 64) + 4 * 3 * 320
+    for one in found.values():
+        assert 0.1 < one.microseconds < 1e5
+        assert one.bytes_per_second == pytest.approx(1e6 * one.bytes / one.microseconds)

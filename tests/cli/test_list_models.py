@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
@@ -17,7 +19,8 @@ from click.testing import CliRunner, Result
 
 from hookline.cli.main import EngineGroup, engine
 from hookline.errors import NotEnoughMemoryError
-from tests.plugin_fixtures import arch_source, build_wheel, install_plugin, install_wheel, run_engine
+from tests.plugin_fixtures import GROUP, arch_source, build_wheel, install_plugin, install_wheel, run_engine
+from tests.source_tree import ROOT
 
 FAULTS = {
     # distribution: source, requirement, state and reason once checked
@@ -185,6 +188,39 @@ for arguments in (["--help"], ["list-models"], ["plugins"], ["list-models", "--l
         check=True,
     )
     assert run.stderr.splitlines() == ["IMPORTED [] False"] * 3 + ["IMPORTED [] True"]
+
+
+def test_our_plugins_come_and_go_on_their_own(bare: Path, tmp_path: Path) -> None:
+    """Each from its own project, the others there or not."""
+    projects = {file.parent.name: tomllib.loads(file.read_text()) for file in ROOT.glob("plugins/*/pyproject.toml")}
+    served = {
+        name: {claim for claim in project["project"]["entry-points"][GROUP] if "." not in claim}
+        for name, project in projects.items()
+    }
+    assert {"llama", "mixtral", "qwen2_moe"} <= served.keys()
+    folders = {}
+    for name, tables in projects.items():
+        project, package = tables["project"], f"hookline_{name}"
+        sources = (ROOT / "plugins" / name / package).glob("*.py")
+        files = {f"{package}/{source.name}": source.read_text() for source in sources}
+        claims, requires = project["entry-points"][GROUP], project["dependencies"]
+        wheel = build_wheel(tmp_path / "wheels", project["name"], project["version"], files, claims, requires)
+        folders[name] = (install_wheel(wheel, tmp_path), tmp_path / package)
+
+    def listed() -> set[str]:
+        result = run_bare(bare, "list-models", "--json", plugins=tmp_path)
+        assert (result.returncode, result.stderr) == (0, "")
+        rows = json.loads(result.stdout)["architectures"]
+        assert all(row["status"] == "ok" for row in rows)
+        return {row["architecture"] for row in rows}
+
+    left = dict(served)
+    assert listed() == set().union(*left.values())
+    for name in served:
+        for folder in folders[name]:
+            shutil.rmtree(folder)
+        del left[name]
+        assert listed() == set().union(*left.values())
 
 
 def test_core_alone_lists_nothing_and_says_what_to_install(bare: Path) -> None:

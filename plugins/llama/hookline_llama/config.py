@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hookline.errors import ModelConfigError
 from hookline.layers.rotary import RopeConfig, read_rope
-from hookline.model import TransformerConfig, read_count, read_flag, read_transformer_fields
-from hookline_kernels.activation import GATED_ACTIVATIONS
+from hookline.model import TransformerConfig, read_activation, read_count, read_flag, read_transformer_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +25,11 @@ class LlamaConfig(TransformerConfig):
 def read_config(hf_config: Mapping[str, Any]) -> LlamaConfig:
     """Raises ModelConfigError, naming the field, where the config is unsound or asks for what is not supported."""
     fields = read_transformer_fields(hf_config)
-    activation = hf_config.get("hidden_act", "silu")
-    if not isinstance(activation, str) or activation not in GATED_ACTIVATIONS:
-        raise ModelConfigError(
-            f"hidden_act is {activation!r}; known are {', '.join(sorted(GATED_ACTIVATIONS))}",
-            hint="The model would give wrong text with another activation, so it is refused.",
-        )
     return LlamaConfig(
         **fields,
         rope=read_rope(hf_config, fields["head_dim"]),
         window=_window(hf_config, fields["architecture"]),
-        activation=activation,
+        activation=read_activation(hf_config),
         attention_bias=read_flag(hf_config, "attention_bias"),
         mlp_bias=read_flag(hf_config, "mlp_bias"),
         tied_embeddings=read_flag(hf_config, "tie_word_embeddings"),

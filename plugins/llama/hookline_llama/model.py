@@ -12,6 +12,7 @@ import torch
 
 from hookline.config import EngineConfig
 from hookline.layers.attention import Attention
+from hookline.layers.decoder import last_norm
 from hookline.layers.mlp import gated_mlp
 from hookline.layers.rotary import Rotary
 from hookline.model import CacheSpec, ForwardBatch, TransformerModel
@@ -61,15 +62,10 @@ class LlamaModel(TransformerModel):
             yield "lm_head.weight", (c.vocab_size, c.hidden_size)
 
     def longest_context(self) -> int:
-        rope = self.config.rope
-        stretch = rope.factor if rope.rope_type == "dynamic" else 1.0
-        return int(self.config.max_position_embeddings * max(1.0, stretch))
+        return self.config.rope.longest_context(self.config.max_position_embeddings)
 
     def prefix_salt(self, prompt_length: int) -> bytes:
-        rope = self.config.rope
-        if not rope.depends_on_length or prompt_length <= rope.original_max_positions:
-            return b""
-        return b"long" if rope.rope_type == "longrope" else str(prompt_length).encode()
+        return self.config.rope.prefix_salt(prompt_length)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         eps = self.config.norm_eps
@@ -84,11 +80,7 @@ class LlamaModel(TransformerModel):
             )
             if index + 1 < len(self.layers):
                 hidden, residual = rms_norm(hidden, self.layers[index + 1].attn_norm, eps, residual)
-        rows = batch.logits_rows
-        if len(rows) < len(hidden):
-            hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
-        hidden, _ = rms_norm(hidden, self.weights.final_norm, eps, residual)
-        return hidden
+        return last_norm(hidden, residual, self.weights.final_norm, eps, batch.logits_rows)
 
     def _attend(
         self,

@@ -1,0 +1,1 @@
+"""Mixtral for the Hookline inference engine."""

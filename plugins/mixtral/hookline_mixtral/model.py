@@ -1,0 +1,97 @@
+"""The Mixtral decoder.
+
+Each layer: h = h + attention(norm(h)); h = h + experts(norm(h)). The addition and the norm that follows it run as one
+operation, so `hidden` below is what a layer adds and `residual` is the stream that it is added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hookline.config import EngineConfig
+from hookline.layers.attention import Attention
+from hookline.layers.decoder import last_norm
+from hookline.layers.rotary import Rotary
+from hookline.model import CacheSpec, ForwardBatch, MoETransformerModel
+from hookline.parallel import Parallel
+from hookline_kernels.embedding import embedding
+from hookline_kernels.linear import linear
+from hookline_kernels.rms_norm import rms_norm
+from hookline_mixtral.config import MixtralConfig
+from hookline_mixtral.container import MixtralLayer, MixtralWeights
+
+
+class MixtralModel(MoETransformerModel):
+    """Mixtral, with its window where the config has one."""
+
+    weights: MixtralWeights
+    layers: list[MixtralLayer]
+
+    def __init__(self, config: MixtralConfig, engine_config: EngineConfig, parallel: Parallel) -> None:
+        super().__init__(config, engine_config, parallel)
+        self.config = config
+        self.rotary = Rotary(config.rope, self.device)
+        self.attention = Attention(scale=config.head_dim**-0.5, window=config.window)
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        entry = (self.heads.num_kv_heads, self.config.head_dim)
+        return (CacheSpec("kv", self.config.num_layers, (("k", entry), ("v", entry)), self.dtype),)
+
+    def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        c = self.config
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        layer = {
+            "input_layernorm": (c.hidden_size,),
+            "self_attn.q_proj": (q, c.hidden_size),
+            "self_attn.k_proj": (kv, c.hidden_size),
+            "self_attn.v_proj": (kv, c.hidden_size),
+            "self_attn.o_proj": (c.hidden_size, q),
+            "post_attention_layernorm": (c.hidden_size,),
+            "block_sparse_moe.gate": (c.n_experts, c.hidden_size),
+        }
+        for expert in range(c.n_experts):
+            for name in ("w1", "w3"):
+                layer[f"block_sparse_moe.experts.{expert}.{name}"] = (c.expert_intermediate_size, c.hidden_size)
+            layer[f"block_sparse_moe.experts.{expert}.w2"] = (c.hidden_size, c.expert_intermediate_size)
+        yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
+        for index in range(c.num_layers):
+            for name, shape in layer.items():
+                yield f"model.layers.{index}.{name}.weight", shape
+        yield "model.norm.weight", (c.hidden_size,)
+        if not c.tied_embeddings:
+            yield "lm_head.weight", (c.vocab_size, c.hidden_size)
+
+    def longest_context(self) -> int:
+        return self.config.rope.longest_context(self.config.max_position_embeddings)
+
+    def prefix_salt(self, prompt_length: int) -> bytes:
+        return self.config.rope.prefix_salt(prompt_length)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        eps = self.config.norm_eps
+        rotary = self.rotary(batch.positions, batch.rope_lengths)
+        residual = embedding(batch.token_ids, self.weights.word_emb, self.dtype)
+        hidden = rms_norm(residual, self.layers[0].attn_norm, eps)
+        for index, layer in enumerate(self.layers):
+            hidden = self._attend(index, layer, hidden, rotary, batch)
+            hidden, residual = rms_norm(hidden, layer.mlp_norm, eps, residual)
+            hidden = self.moe(index, hidden, layer.moe_gate, layer.moe_mlp_1, layer.moe_mlp_2, batch)
+            if index + 1 < len(self.layers):
+                hidden, residual = rms_norm(hidden, self.layers[index + 1].attn_norm, eps, residual)
+        return last_norm(hidden, residual, self.weights.final_norm, eps, batch.logits_rows)
+
+    def _attend(
+        self,
+        index: int,
+        layer: MixtralLayer,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        qkv = linear(hidden, layer.qkv_w).view(len(hidden), -1, self.config.head_dim)
+        return linear(self.attention.with_rotary(index, qkv, rotary, batch), layer.attn_out_w)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return linear(hidden, self.weights.word_unembed, wide=True)

@@ -1,0 +1,1 @@
+"""Qwen2-MoE for the Hookline inference engine."""
