@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hookline.config import EngineConfig as EngineConfig
+    from hookline.config import SpeculativeConfig as SpeculativeConfig
     from hookline.engine import Engine as Engine
     from hookline.errors import HooklineError as HooklineError
     from hookline.hookspecs import Architecture as Architecture
@@ -24,6 +25,7 @@ _HOMES = {
     "HooklineError": "hookline.errors",
     "RequestOutput": "hookline.scheduling.output",
     "SamplingParams": "hookline.sampling_params",
+    "SpeculativeConfig": "hookline.config",
     "hookimpl": "hookline.hookspecs",
 }
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "HooklineError",
     "RequestOutput",
     "SamplingParams",
+    "SpeculativeConfig",
     "hookimpl",
 ]
 

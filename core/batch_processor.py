@@ -34,7 +34,8 @@ class PreparedBatch:
     Attributes:
         forward: the tensors.
         sample_requests: requests that get a token, in the batch's order.
-        sample_rows: [len(sample_requests)] their rows among the logits; None where they are all the rows there are.
+        sample_rows: their rows among the logits, one for each request and one for each draft that it verifies; None
+            where they are all the rows there are.
         prompt_spans: rows of requests that want log probabilities of their prompt.
     """
 
@@ -110,7 +111,8 @@ def _token_ids(parts: Sequence[ScheduledRequest], num_tokens: int) -> np.ndarray
     row = 0
     for part in parts:
         # A decode's token may be pending: whoever has it puts it in (`DeviceRunner`).
-        tokens[row : row + part.count] = part.request.token_ids(part.start, part.start + part.count) or 0
+        known = part.request.token_ids(part.start, part.start + part.count)
+        tokens[row : row + part.count] = [*known, *part.drafts] if part.drafts else known or 0
         row += part.count
     return tokens
 
@@ -138,7 +140,7 @@ def _logits_rows(
             spans.append(PromptSpan(part.request, part.start, len(rows), min(part.count, prompt_left)))
             rows.extend(range(first, end))
         elif part.samples:
-            rows.append(end - 1)
+            rows.extend(range(end - 1 - len(part.drafts), end))
         if part.samples:
-            sample_rows.append(len(rows) - 1)
+            sample_rows.extend(range(len(rows) - 1 - len(part.drafts), len(rows)))
     return np.array(rows, np.int64), np.array(sample_rows, np.int64), tuple(spans)

@@ -12,15 +12,22 @@ from typing import Any, Literal
 
 from hookline.errors import UsageError
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float4_e2m1fnx2"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "snapshot", "random"]
 ExpertRouting = Literal["natural", "uniform", "correlated"]
+SpeculativeMethod = Literal["mtp", "ngram"]
+DraftProposal = Literal["argmax", "sampled"]
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Encodings that weights come in and nothing is computed in.
+STORED_ENCODINGS = ("float8_e4m3fn", "float4_e2m1fnx2")
+DTYPES = ("auto", "float32", "bfloat16", "float16", *STORED_ENCODINGS)
 _LOAD_FORMATS = ("auto", "safetensors", "gguf", "snapshot", "random")
 EXPERT_ROUTINGS = ("natural", "uniform", "correlated")
+SPECULATIVE_METHODS = ("mtp", "ngram")
+DRAFT_PROPOSALS = ("argmax", "sampled")
 _DEVICES = ("auto", "cpu", "cuda")
 _MAX_BYTES = 2**63
+_MAX_DRAFTS = 1024
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # What None stands for, on a CPU and on a GPU.
 BY_DEVICE: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -105,13 +112,83 @@ class PluginOptions:
     prefer: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculation: drafts are proposed after each step, and the model verifies them all in its next one.
+
+    Greedy and sampled outputs are those of a run without it, token for token, unless relaxed or synthetic acceptance
+    or sampled proposals are asked for; sampled proposals keep the distribution and draw other tokens.
+
+    Attributes:
+        method: `mtp` is the model's own draft, `ngram` copies what followed the last tokens when they came before.
+        num_speculative_tokens: D, drafts a request and step.
+        use_relaxed_acceptance_for_thinking: while a sampled request thinks, accept any draft among the likeliest.
+        relaxed_topk: how many of the likeliest those are.
+        relaxed_delta: how far below the likeliest's probability theirs may be, 0 to 1.
+        think_token_ids: ids of the tokens that begin and end thinking; None asks the tokenizer for `<think>` and
+            `</think>`.
+        synthetic_acceptance_rate: for benchmarks: the share of drafts that are accepted, 0 to 1, whatever they are;
+            the text makes no sense. None verifies them.
+        draft_proposal: `argmax` proposes the draft's likeliest token; `sampled` draws it at the request's own
+            temperature, top-k and top-p, for `mtp` alone.
+        ngram_min, ngram_max: of `ngram`: fewest and most last tokens to look for.
+    """
+
+    method: SpeculativeMethod = "mtp"
+    num_speculative_tokens: int = 2
+    use_relaxed_acceptance_for_thinking: bool = False
+    relaxed_topk: int = 10
+    relaxed_delta: float = 0.6
+    think_token_ids: tuple[int, int] | None = None
+    synthetic_acceptance_rate: float | None = None
+    draft_proposal: DraftProposal = "argmax"
+    ngram_min: int = 2
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, SPECULATIVE_METHODS)
+        _check_choice("draft_proposal", self.draft_proposal, DRAFT_PROPOSALS)
+        for name in ("num_speculative_tokens", "relaxed_topk", "ngram_min", "ngram_max"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _MAX_DRAFTS:
+                raise UsageError(f"{name} is {value!r}", hint=f"Give {name} a whole number from 1 to {_MAX_DRAFTS}.")
+        relaxed: object = self.use_relaxed_acceptance_for_thinking
+        if not isinstance(relaxed, bool):
+            raise UsageError(f"use_relaxed_acceptance_for_thinking is {relaxed!r}", hint="Give true or false.")
+        for name in ("relaxed_delta", "synthetic_acceptance_rate"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 <= value <= 1) and not (value is None and name == "synthetic_acceptance_rate"):
+                raise UsageError(f"{name} is {value!r}", hint=f"Give {name} a number from 0 to 1.")
+        if self.ngram_min > self.ngram_max:
+            raise UsageError(f"ngram_min is {self.ngram_min}, ngram_max {self.ngram_max}", hint="Give the larger last.")
+        self._check_think_tokens()
+        sampled = self.draft_proposal == "sampled"
+        if relaxed and (sampled or self.synthetic_acceptance_rate is not None):
+            other = "sampled proposals" if sampled else "a synthetic acceptance rate"
+            raise UsageError(f"relaxed acceptance does not go with {other}", hint="Leave one of the two out.")
+        if sampled and (self.method != "mtp" or self.synthetic_acceptance_rate is not None):
+            hint = "Sampled proposals need the method mtp, and no synthetic acceptance rate."
+            raise UsageError("draft_proposal is 'sampled'", hint=hint)
+
+    def _check_think_tokens(self) -> None:
+        given: object = self.think_token_ids
+        if given is None:
+            return
+        pair = tuple(given) if isinstance(given, tuple | list) else ()
+        if len(pair) != 2 or pair[0] == pair[1] or any(type(value) is not int or value < 0 for value in pair):
+            raise UsageError(f"think_token_ids is {given!r:.80}", hint="Give two different token ids: begin and end.")
+        object.__setattr__(self, "think_token_ids", pair)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to load and run one model.
 
     Attributes:
         model: a folder, a GGUF file, a snapshot folder, a pulled name or a hub id; a `Path` becomes its text.
-        dtype: type of weights and activations; `auto` is float32 on a CPU, and the checkpoint's own type elsewhere.
+        dtype: type of weights and activations; `auto` is float32 on a CPU, and the checkpoint's own type elsewhere. An
+            encoding of 8 or 4 bits says what the checkpoint must hold; it is computed with as `auto` says.
         device: `auto` takes a CUDA device where there is one.
         load_format: `auto` looks at the files; `random` makes seeded random weights from the config alone.
         max_model_len: longest prompt plus output, in tokens; None takes the model's own, cut to what the cache holds.
@@ -127,6 +204,7 @@ class EngineConfig:
         prefix_caching: reuse full blocks of earlier requests with the same tokens.
         expert_routing: `natural` is the router's choice. The others are for benchmarks and give senseless text: with
             `uniform` each token's experts are random, with `correlated` the tokens of a request mostly share theirs.
+        speculative: propose and verify drafts; None decodes one token a step. Steps are not overlapped then.
         seed: seeds random weights, and requests that bring no seed of their own.
         offline: never reach the network.
         plugins: which plugins may be used.
@@ -146,6 +224,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     prefix_caching: bool = True
     expert_routing: ExpertRouting = "natural"
+    speculative: SpeculativeConfig | None = None
     seed: int = 0
     offline: bool = False
     plugins: PluginOptions = PluginOptions()
@@ -156,7 +235,7 @@ class EngineConfig:
             object.__setattr__(self, "model", os.fspath(model))
         if not isinstance(self.model, str):
             raise UsageError(f"model is {model!r:.80}", hint="Give a path, a pulled model's name or a hub id.")
-        _check_choice("dtype", self.dtype, _DTYPES)
+        _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, _LOAD_FORMATS)
         _check_choice("expert_routing", self.expert_routing, EXPERT_ROUTINGS)
         _check_choice("device", re.sub(r"(?<=cuda):\d+$", "", str(self.device)), _DEVICES)
@@ -169,6 +248,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_memory(value, name))
+        if not isinstance(self.speculative, SpeculativeConfig | None):
+            raise UsageError(f"speculative is {self.speculative!r:.80}", hint="Give a SpeculativeConfig.")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed!r}", hint="Give seed a whole number from 0 to 2**63 - 1.")
 
@@ -179,7 +260,7 @@ class ResolvedConfig(EngineConfig):
 
     Attributes:
         device: as torch writes it, such as `cuda:0`.
-        dtype: not `auto`.
+        dtype: one to compute in.
     """
 
     max_batch_tokens: int

@@ -16,7 +16,7 @@ import torch
 
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.config import EngineConfig
-from hookline.errors import InvalidRequestError, NotEnoughMemoryError
+from hookline.errors import InvalidRequestError, NotEnoughMemoryError, UsageError
 from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Flight, StepResult
 from hookline.execution.sampling_state import SamplingState, derive_seed
@@ -30,6 +30,7 @@ from hookline.scheduling.block_pool import BlockPool
 from hookline.scheduling.output import RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
 from hookline.scheduling.scheduler import Scheduler
+from hookline.scheduling.speculative import SpeculativeScheduler
 
 NO_TOKEN = "the model's logits were no numbers, or the request's own options left no token to choose"
 
@@ -57,6 +58,9 @@ class Engine:
         max_chunk_tokens: int | None = None,
         preempt_every: int | None = None,
     ) -> None:
+        given: object = config
+        if not isinstance(given, EngineConfig):
+            raise UsageError(f"Engine takes an EngineConfig, not {given!r}", hint="Engine(EngineConfig(model=...))")
         self._loaded = load_model(config, reader, progress)
         opened = self._loaded.opened
         self.config = opened.engine_config
@@ -71,10 +75,14 @@ class Engine:
         cache = allocate_cache(specs, self.memory_plan.num_blocks, self.config.block_size, model.device)
         processor = architecture.batch_processor(opened.config, self.config)
         self._runner = start_runner(model, processor, cache, self.config, self.max_model_len, starting)
+        lookahead = self._runner.lookahead
+        room = self.memory_plan.num_blocks * self.config.block_size - lookahead
+        self.max_model_len = min(self.max_model_len, max(room, 1))
         self.pool = BlockPool(self.memory_plan.num_blocks, self.config.block_size, self.config.prefix_caching)
         limits = {"max_batch_tokens": self.config.max_batch_tokens, "max_model_len": self.max_model_len}
-        self.scheduler = Scheduler(
+        self.scheduler = (Scheduler if self.config.speculative is None else SpeculativeScheduler)(
             self.pool,
+            lookahead=lookahead,
             max_running=self.config.max_running,
             max_in_flight=self._runner.max_in_flight,
             admit_together=max(1, self.config.max_running // 32) if self._runner.max_in_flight > 1 else 1,
@@ -183,18 +191,22 @@ class Engine:
         return self._outputs.take_news()
 
     def _step(self) -> None:
+        self._agree()
         if self._runner.max_in_flight > 1:
             self._overlapped_step()
         else:
             self._plain_step()
 
     def _plain_step(self) -> None:
-        """Schedule, execute, update."""
-        batch = self._schedule()
-        if batch.requests and self._launch(batch):
+        """Schedule, execute, update; an interrupt may have left a step to update."""
+        if not self._flights:
+            batch = self._schedule()
+            if not batch.requests:
+                self._check_moves()
+            elif self._launch(batch):
+                self._collect()
+        else:
             self._collect()
-        elif not batch.requests:
-            self._check_moves()
 
     def _overlapped_step(self) -> None:
         """The same verbs, but a step is launched before the one before it is collected, so that the device never waits.
@@ -210,7 +222,7 @@ class Engine:
                 break
         if self._flights:
             self._collect()
-        else:
+        elif not batch.requests:
             self._check_moves()
 
     def _schedule(self) -> ScheduledBatch:
@@ -227,13 +239,30 @@ class Engine:
             self._fail(batch, error)
             return False
         except BaseException:
-            # The user's interrupt is no fault: who goes on loses nothing. What the device has of them may be too new.
+            self._agree()  # the user's interrupt is no fault: who goes on loses nothing
+            raise
+        return True
+
+    def _agree(self) -> None:
+        """After an interrupt: makes the steps in flight those that were launched and not taken.
+
+        One that was decided alone is decided anew. What the device has of its requests may be too new.
+        """
+        decided = self.scheduler.in_flight
+        while len(decided) > len(self._flights):
+            batch = decided[-1]
             self.scheduler.retract(batch)
             for part in batch.requests:
                 self._runner.release(part.request)
             self._takes_turns = True
-            raise
-        return True
+        while len(self._flights) > len(decided):
+            self._flights.popleft()
+
+    def _settle(self) -> None:
+        """Takes the steps in flight where nobody waits for them, so that those who ended let their blocks go."""
+        self._agree()
+        while self._flights and not self.scheduler.has_work:
+            self._collect()
 
     def _collect(self) -> None:
         """Takes the oldest step's result; an interrupt leaves it for the next call."""
@@ -244,7 +273,6 @@ class Engine:
             while self._flights:  # the newest first: each builds on those before it
                 self._fail(self._flights.pop().batch, error)
             return
-        self._flights.popleft()
         self._faults = 0
         self._update(flight.batch, result)
 
@@ -263,10 +291,15 @@ class Engine:
             self.scheduler.finish(request, FinishReason.ERROR)
             self._end(request, NO_TOKEN)
         results, watched = self.scheduler.update(batch, result.token_ids), self._outputs.watched
+        self._flights.popleft()  # not before the scheduler has let it go: see `_agree`
+        if isinstance(self.scheduler, SpeculativeScheduler):
+            self.scheduler.take_drafts(batch, [step.drafts for step in result.speculative])
+            for (request, _), step in zip(results, result.speculative, strict=True):
+                self._outputs.take_step(request, step)
         if watched:
             for request, tokens in results:
                 name = request.request_id
-                if name in watched and self._outputs.take_tokens(request, tokens, result.logprobs.get(name)):
+                if name in watched and self._outputs.take_tokens(request, tokens, result.logprobs.get(name, ())):
                     self.scheduler.finish(request, FinishReason.STOP)
         for request in [request for request, _ in results if request.finish_reason is not None]:
             self._end(request)
@@ -345,14 +378,17 @@ class Engine:
 
     def put(self, uids: Sequence[Hashable], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `ManualDriver.put`."""
+        self._settle()
         return self._manual.put(uids, tokens)
 
     def query(self, uid: Hashable, max_tokens: int, max_blocks: int) -> tuple[int, int]:
         """See `ManualDriver.query`."""
+        self._settle()
         return self._manual.query(uid, max_tokens, max_blocks)
 
     def can_schedule(self, uids: Sequence[Hashable], lengths: Sequence[int]) -> SchedulingResult:
         """See `ManualDriver.can_schedule`."""
+        self._settle()
         return self._manual.can_schedule(uids, lengths)
 
     def flush(self, uid: Hashable) -> None:

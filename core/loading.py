@@ -17,8 +17,8 @@ from hookline.checkpoint.random import RandomReader
 from hookline.checkpoint.reader import CheckpointReader, Progress
 from hookline.checkpoint.snapshot import SnapshotOrigin, SnapshotReader
 from hookline.checkpoint.snapshot_writer import write_snapshot
-from hookline.config import Dtype, EngineConfig, ResolvedConfig, read_environment, resolve
-from hookline.container import ContainerMap
+from hookline.config import STORED_ENCODINGS, Dtype, EngineConfig, ResolvedConfig, read_environment, resolve
+from hookline.container import ContainerMap, LayerContainer
 from hookline.errors import (
     CheckpointError,
     ContainerError,
@@ -27,6 +27,7 @@ from hookline.errors import (
     NotEnoughMemoryError,
     UsageError,
 )
+from hookline.execution.starting import settle_speculation
 from hookline.memory_planner import available_memory, format_bytes
 from hookline.model import ModelConfig, TransformerModel
 from hookline.model_store import resolve_model
@@ -76,8 +77,14 @@ class LoadedModel:
     available_bytes: int
 
 
-def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = None) -> OpenedModel:
-    """Everything short of reading weights; `reader` stands in for `engine_config.model` where it is given."""
+def open_model(
+    engine_config: EngineConfig, reader: CheckpointReader | None = None, ranks: int | None = None
+) -> OpenedModel:
+    """Everything short of reading weights; `reader` stands in for `engine_config.model` where it is given.
+
+    Args:
+        ranks: plan for so many GPUs, which need not be there: the model is the first rank's, and is never to run.
+    """
     if reader is None:
         environment = read_environment()
         path = resolve_model(engine_config.model, environment, offline=engine_config.offline or environment.offline)
@@ -86,12 +93,16 @@ def open_model(engine_config: EngineConfig, reader: CheckpointReader | None = No
     architecture = PluginRegistry(engine_config.plugins).load(name)
     _check_format(reader.weights_format, architecture)
     config = architecture.read_config(reader.hf_config)
-    device = choose_device(engine_config.device)
+    device = choose_device(engine_config.device) if ranks is None else torch.device("cuda")
     wanted: str = engine_config.dtype
     if wanted == "auto" and isinstance(reader, SnapshotReader):
         wanted = reader.origin.dtype
+    if wanted in STORED_ENCODINGS:
+        _check_stored(wanted, reader, config, architecture)
     resolved = resolve(engine_config, str(device), _dtype(wanted, config.dtype, device, architecture))
-    model = architecture.build_model(config, resolved, Parallel())
+    parallel = Parallel(tp_size=ranks or 1)
+    built_for = resolved if ranks is None else dataclasses.replace(resolved, device="cpu")
+    model = architecture.build_model(config, built_for, parallel)
     _check_context(engine_config.max_model_len, model.longest_context())
     containers = architecture.build_containers(model)
     if isinstance(reader, RandomReader):
@@ -105,6 +116,10 @@ def load_model(
 ) -> LoadedModel:
     """Opens the model and loads its weights onto the device."""
     opened = open_model(engine_config, reader)
+    tokenizer = read_tokenizer(opened.reader)
+    find_token = (lambda text: None) if tokenizer is None else tokenizer.find_token
+    settled = settle_speculation(opened.engine_config, opened.model, find_token)
+    opened = dataclasses.replace(opened, engine_config=settled)
     reader, model, containers = opened.reader, opened.model, opened.containers
     available = available_memory(model.device, opened.engine_config.memory)
     needed = expected_bytes(opened)
@@ -122,7 +137,6 @@ def load_model(
     else:
         adapter = opened.architecture.weight_adapter(opened.config, reader.weights_format)
         load_weights(reader, adapter, containers, dict(model.checkpoint_shapes()), progress)
-    tokenizer = read_tokenizer(reader)
     return LoadedModel(
         opened=opened,
         tokenizer=tokenizer,
@@ -148,6 +162,42 @@ def expected_bytes(opened: OpenedModel) -> int:
             part = dataclasses.replace(tensor, code_bits=None) if in_list else tensor
             parts.setdefault(key, []).append(part)
     return sum(_joined_bytes(tensors, model.device, model.dtype) for tensors in parts.values())
+
+
+def rank_bytes(opened: OpenedModel, tensors: Iterable[LazyTensor]) -> tuple[int, int]:
+    """Bytes of the weights that a rank keeps: as the checkpoint stores them, and in the type of the computation.
+
+    Args:
+        opened: of no use afterwards: containers are filled with tensors that have no memory, one of each kind.
+        tensors: the checkpoint's, as the weight adapter gives them.
+    """
+    model = opened.model
+    model.device = torch.device("meta")
+    given: dict[LayerContainer, list[tuple[str, LazyTensor]]] = {}
+    for tensor in tensors:
+        place = opened.containers.route(tensor.name)
+        if place is not None:
+            given.setdefault(place[0], []).append((place[1], tensor))
+    stored, computed = 0.0, 0
+    known: dict[object, dict[str, torch.Tensor]] = {}
+    for container, parts in given.items():
+        kind = (type(container), frozenset((name, tensor.shape) for name, tensor in parts))
+        if kind not in known:
+            for name, tensor in parts:
+                container.set_dependency(name, torch.empty(tensor.shape, dtype=model.dtype, device="meta"))
+            container.finish()
+            known[kind] = {name: getattr(container, name) for name in container.parameter_names}
+        sizes: dict[str, tuple[int, int]] = {}  # of each parameter, what its sources have of numbers and bytes
+        for name, tensor in parts:
+            for target in {target.parameter for target in container.match(name) or ()}:
+                numbers, nbytes = sizes.get(target, (0, 0))
+                sizes[target] = numbers + math.prod(tensor.shape), nbytes + tensor.nbytes
+        for name, (numbers, nbytes) in sizes.items():
+            kept = known[kind][name]
+            if kept is not None:
+                computed += kept.nbytes
+                stored += nbytes * kept.numel() / numbers
+    return int(stored), computed
 
 
 def _parameters_of(containers: ContainerMap, name: str) -> dict[tuple[int, str], bool]:
@@ -298,18 +348,38 @@ def choose_device(name: str) -> torch.device:
 
 
 def _dtype(wanted: str, checkpoint: str, device: torch.device, architecture: LoadedArchitecture) -> Dtype:
-    encodings = architecture.record.encodings
-    if wanted == "auto":
+    """What is computed in."""
+    encodings = [name for name in architecture.record.encodings if name not in STORED_ENCODINGS]
+    if wanted == "auto" or wanted in STORED_ENCODINGS:
         # Arithmetic in 16 bits is slower than in 32 on most CPUs, and the memory is there.
         wanted = "float32" if device.type == "cpu" else checkpoint
         if wanted not in encodings:
-            wanted = architecture.record.default_encoding
+            default = architecture.record.default_encoding
+            wanted = encodings[0] if default in STORED_ENCODINGS and encodings else default
     if wanted not in encodings:
         raise UsageError(
             f"dtype is {wanted!r}, which the plugin for {architecture.record.name} does not load",
             hint=f"Choose one of {', '.join(encodings)}.",
         )
     return cast(Dtype, wanted)
+
+
+def _check_stored(wanted: str, reader: CheckpointReader, config: ModelConfig, architecture: LoadedArchitecture) -> None:
+    """That the plugin knows the encoding, and that weights are in it, as the weight adapter reads them."""
+    if wanted not in architecture.record.encodings:
+        raise UsageError(
+            f"dtype is {wanted!r}, which the plugin for {architecture.record.name} does not load",
+            hint=f"Choose one of {', '.join(architecture.record.encodings)}.",
+        )
+    found: set[str] = set()
+    if reader.weights_format not in _OWN_FORMATS:
+        adapter = architecture.weight_adapter(config, reader.weights_format)
+        found = {tensor.encoding for tensor in adapted(reader, adapter)}
+    if wanted not in found:
+        raise UsageError(
+            f"dtype is {wanted!r}, and no weight is in that encoding",
+            hint=f"The weights are in {', '.join(sorted(found)) or 'the type of the computation'}. Leave --dtype out.",
+        )
 
 
 def read_tokenizer(reader: CheckpointReader) -> Tokenizer | None:

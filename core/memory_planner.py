@@ -234,6 +234,11 @@ def available_memory(device: torch.device, limit: MemorySize | None = None) -> i
     return free if limit is None else min(free, bytes_of(limit, free))
 
 
+def planned_memory(total: int, limit: MemorySize | None = None) -> int:
+    """Bytes that the engine may use of a GPU with `total` bytes on which nothing else runs."""
+    return _within(total, total, _GPU_MEMORY if limit is None else limit)
+
+
 def _within(free: int, total: int, limit: MemorySize) -> int:
     """What a GPU with so many bytes has for the engine."""
     return max(0, min(bytes_of(limit, total), free - bytes_of(_GPU_MARGIN, total)))

@@ -7,7 +7,7 @@ F feed-forward size, E experts, V vocabulary, S block size, R rows whose logits 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -229,13 +229,61 @@ class ForwardBatch:
         return self.context_lens.shape[0]
 
 
+def likeliest_draft(logits: torch.Tensor, step: int) -> torch.Tensor:
+    """The likeliest token of each row of `logits` [B, V]: [B] int64; the same rule for every draft step."""
+    return logits.argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """What a proposer has to go on: the target's step, and what came of it.
+
+    Rows are those of the target's forward pass, T of B requests: each request's new tokens, then the drafts that the
+    step verified. Rows after a request's last accepted token hold rejected drafts: nothing may depend on them.
+
+    Attributes:
+        forward: the target's batch. Block tables hold places for `num_drafts` tokens after each request's rows.
+        hidden: [T, M], the target's states after its last norm.
+        next_token_ids: [T] int64, the token after each row's token: of the prompt where it is known, else accepted
+            or chosen. Of rows after the last accepted token it is any token.
+        last_rows: [B] int64, the row of each request's last accepted token.
+        num_drafts: D, tokens to propose.
+        choose: which token a draft step proposes: logits [B, V] of all requests and the step, 0 to D - 1, to ids [B].
+            Proposals are drawn, and their probabilities kept, where the options ask for that.
+    """
+
+    forward: ForwardBatch
+    hidden: torch.Tensor
+    next_token_ids: torch.Tensor
+    last_rows: torch.Tensor
+    num_drafts: int
+    choose: Callable[[torch.Tensor, int], torch.Tensor] = likeliest_draft
+
+
+class Proposer(ABC):
+    """Proposes the tokens that may come next, for the target to verify in its next step."""
+
+    @abstractmethod
+    def propose(self, batch: DraftBatch) -> torch.Tensor:
+        """Drafts [B, D] int64 that follow `next_token_ids[last_rows]`; fills the cache of the draft's own layers.
+
+        It never waits for the device, and its shapes follow from those of the batch alone, so that the target's step,
+        acceptance and this can be one CUDA graph.
+        """
+
+
 class TransformerModel(ABC):
     """A decoder on one rank. It is built without weights, and runs once its containers are filled.
 
     An architecture derives from this class, declares its containers, and writes `forward` on them. The `transform_*`
     methods take a whole tensor in the canonical layout (docs/containers.md), cut this rank's part and bring it to the
     layout that the kernels want, on the device.
+
+    Attributes:
+        proposer: the model's own draft, where it was built with one.
     """
+
+    proposer: Proposer | None = None
 
     def __init__(self, config: TransformerConfig, engine_config: EngineConfig, parallel: Parallel) -> None:
         self.parallel = parallel
@@ -335,8 +383,8 @@ class MoETransformerModel(TransformerModel):
         return self._matrix(sharding.shard_mlp_1(param, self.parallel, gated=gated))
 
     def transform_moe_gate_param(self, param: torch.Tensor) -> torch.Tensor:
-        """[E, M], or the gate [1, M] of shared experts, whole on every rank."""
-        return self._matrix(param)
+        """[E, M], or the gate [1, M] of shared experts, whole on every rank; a correction bias [E] in fp32."""
+        return self._matrix(param) if param.ndim == 2 else param.to(device=self.device, dtype=torch.float32)
 
     def transform_moe_mlp_1_param(self, param: torch.Tensor) -> torch.Tensor:
         """[E, 2F, M], each expert's gate before its up, or [E, F, M], or their bias; this rank's experts and rows."""

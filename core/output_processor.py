@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hookline.scheduling.output import (
     CompletionOutput,
     RequestOutput,
+    SpeculativeStep,
     StopStringMatcher,
     Timing,
     TokenLogprob,
@@ -33,6 +34,7 @@ class _Completion:
     matcher: StopStringMatcher
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    steps: list[SpeculativeStep] = field(default_factory=list)
 
     def push(self, token: int) -> None:
         """Takes one token that is part of the text."""
@@ -64,6 +66,7 @@ class _Completion:
             stop_reason=self.matcher.matched if self.matcher.matched is not None else request.stop_token_id,
             logprobs=tuple(self.logprobs) if wants else None,
             cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wants else None,
+            speculative=tuple(self.steps) or None,
         )
 
 
@@ -174,8 +177,20 @@ class OutputProcessor:
             if owner is not None and owner[0].prompt_logprobs is not None:
                 owner[0].prompt_logprobs[start : start + len(entries)] = entries
 
-    def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: TokenLogprob | None) -> bool:
-        """Takes a request's new tokens; true if their text completes a stop string."""
+    def take_step(self, request: Request, step: SpeculativeStep) -> None:
+        """Takes what a step did with a request's drafts."""
+        owner = self._owners.get(request.request_id)
+        if owner is not None:
+            owner[1].steps.append(step)
+
+    def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
+        """Takes a request's new tokens; true if their text completes a stop string.
+
+        Tokens after that are taken away from the request again.
+
+        Args:
+            logprobs: of the tokens, where they are asked for.
+        """
         owner = self._watched.get(request.request_id)
         if owner is None or not tokens:
             return False
@@ -185,11 +200,15 @@ class OutputProcessor:
         if completion.detokenizer is None and not group.stream and request.params.logprobs is None:
             del self._watched[request.request_id]
             return False
-        if logprobs is not None:
-            completion.logprobs.append(logprobs)
-        for token in tokens:
-            if token != request.stop_token_id:
-                completion.push(token)
+        kept = 0
+        while kept < len(tokens) and completion.matcher.matched is None:
+            if tokens[kept] != request.stop_token_id:
+                completion.push(tokens[kept])
+            kept += 1
+        completion.logprobs.extend(logprobs[:kept])
+        if kept < len(tokens):
+            del request.output_token_ids[kept - len(tokens) :]
+            request.stop_token_id = None
         if group.stream:
             self._news[group.request_id] = group
         return completion.matcher.matched is not None

@@ -195,7 +195,7 @@ class InvFreqParameter(_Template):
 
 
 class MoEGatingWeightParameter(_Template):
-    """`params`: [E, M], the router."""
+    """`params`: [E, M], the router, or [E], the correction bias of its choice."""
 
     params: torch.Tensor
 

@@ -38,7 +38,7 @@ class PromptEncoder:
             ids = self._require_tokenizer().encode(given)
         elif not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
             raise InvalidRequestError(
-                f"prompt is a {type(given).__name__}; it must be text, a list of token ids or a list of chat messages",
+                f"prompt is of type {type(given).__name__}; it must be text, token ids or a list of chat messages",
                 field="prompt",
             )
         elif given and isinstance(given[0], Mapping):

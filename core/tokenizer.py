@@ -289,6 +289,11 @@ class Tokenizer:
         """Whether the id stands for a token; a model's logits may be wider than its tokenizer's vocabulary."""
         return self._tokenizer.id_to_token(token_id) is not None
 
+    def find_token(self, text: str) -> int | None:
+        """The id of the token that is spelled so, if there is one."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
     def is_byte_token(self, token_id: int) -> bool:
         """Whether a token is one raw byte (`<0x0A>`) that the decoder joins with its neighbours."""
         return "ByteFallback" in self.decoder_kinds and bool(_BYTE_TOKEN.fullmatch(self._spelling(token_id)))

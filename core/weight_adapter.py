@@ -2,14 +2,15 @@
 
 A checkpoint is a stream of `LazyTensor`s. An adapter takes each and answers none (dropped on purpose), one (renamed,
 reshaped, dequantised) or several (split). It never reads values while it decides, so the same adapter serves both
-loading and the audit of a checkpoint's header.
+loading and the audit of a checkpoint's header. Where tensors belong together, such as a weight and its scales, it takes
+them all at once (`adapt_all`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,7 @@ class LazyTensor:
         load: reads the values; the caller owns the result and may keep it, and change it unless it is a
             `QuantizedTensor`, which acts as the float32 tensor that it stands for but cannot be written to.
         code_bits: bits of a value where `load` gives a `QuantizedTensor`, unless a scale is not finite; else None.
+        sources: the checkpoint's names of all that it is made of, where `name` alone does not say it.
     """
 
     name: str
@@ -36,10 +38,16 @@ class LazyTensor:
     nbytes: int
     load: Callable[[], torch.Tensor]
     code_bits: int | None = None
+    sources: tuple[str, ...] = ()
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The checkpoint's names of all that it is made of."""
+        return self.sources or (self.name,)
 
     def renamed(self, name: str) -> LazyTensor:
         """The same tensor under another name."""
-        return dataclasses.replace(self, name=name)
+        return dataclasses.replace(self, name=name, sources=self.origins)
 
     def mapped(
         self,
@@ -74,6 +82,7 @@ class LazyTensor:
                 encoding=self.encoding,
                 nbytes=end - begin,
                 load=partial(whole.take, tuple(index)),
+                sources=self.origins,
             )
             for (name, index), begin, end in zip(parts.items(), ends, ends[1:], strict=False)
         )
@@ -102,6 +111,11 @@ class WeightAdapter:
         """What the containers get for `tensor`; nothing where it is dropped on purpose."""
         return (tensor,)
 
+    def adapt_all(self, tensors: Iterable[LazyTensor]) -> Iterator[LazyTensor]:
+        """What the containers get for a whole checkpoint; by default for one tensor after another."""
+        for tensor in tensors:
+            yield from self.adapt(tensor)
+
 
 class FusedExpertsAdapter(WeightAdapter):
     """For containers that declare lists of experts: takes checkpoints that hold all experts of a layer as one tensor.
@@ -125,7 +139,8 @@ class FusedExpertsAdapter(WeightAdapter):
             return (tensor,)
         block, rest = f"{match[1]}.{self.block}", match[2]
         if rest not in ("experts.gate_up_proj", "experts.down_proj") or len(tensor.shape) != 3:
-            return (tensor.renamed(f"{block}.{rest}"),)
+            name = f"{block}.{rest}"
+            return (tensor if name == tensor.name else tensor.renamed(name),)
         experts, rows, _ = tensor.shape
         parts: dict[str, Sequence[int | slice]] = {}
         for expert in range(experts):

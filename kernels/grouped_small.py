@@ -22,7 +22,7 @@ import triton.language as tl
 
 from hookline_kernels.grouped_rows import combine_parts, find_item, gated, most_items, split_limit
 from hookline_kernels.launch import COUNTERS, arrival_counters, dependent_launch
-from hookline_kernels.linear_small import FORMS, _as_rows, _product, _tile
+from hookline_kernels.linear_small import FORMS, add_product, as_rows, load_tile
 from hookline_kernels.moe_routing import Dispatch
 
 
@@ -189,7 +189,7 @@ def grouped_small_kernel(
         HALVES: tl.constexpr = 2 if CODE >= 0 else 1
         weight_rows = weight_ptr + (expert.to(tl.int64) * columns * HALVES + n) * inner
         gate_places = weight_rows[:, None] + k[None, :]
-        up_places = (weight_rows + columns.to(tl.int64) * inner)[:, None] + k[None, :]
+        up_places = (weight_rows + tl.cast(columns, tl.int64) * inner)[:, None] + k[None, :]
         x_places = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
         if FORM == 0:
             gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -201,13 +201,13 @@ def grouped_small_kernel(
         POLICY: tl.constexpr = "evict_first" if ONCE else ""
         for step in tl.range(k_begin, k_end, num_stages=STAGES):
             at = step * BLOCK_K
-            x = _tile(x_places + at, m < end, at + k, inner, False, EVEN_K, "evict_last")
-            weight = _tile(gate_places + at, n < columns, at + k, inner, EVEN_N, EVEN_K, POLICY)
-            gate = _product(x, weight, gate, FORM)
+            x = load_tile(x_places + at, m < end, at + k, inner, False, EVEN_K, "evict_last")
+            weight = load_tile(gate_places + at, n < columns, at + k, inner, EVEN_N, EVEN_K, POLICY)
+            gate = add_product(x, weight, gate, FORM)
             if CODE >= 0:
-                weight = _tile(up_places + at, n < columns, at + k, inner, EVEN_N, EVEN_K, POLICY)
-                up = _product(x, weight, up, FORM)
-        gate, up = _as_rows(gate, FORM), _as_rows(up, FORM)
+                weight = load_tile(up_places + at, n < columns, at + k, inner, EVEN_N, EVEN_K, POLICY)
+                up = add_product(x, weight, up, FORM)
+        gate, up = as_rows(gate, FORM), as_rows(up, FORM)
         kept = (m < end)[:, None] & (n < columns)[None, :]
         bias_at = bias_ptr + expert.to(tl.int64) * columns * HALVES + n
         if BY_PAIR:

@@ -100,7 +100,7 @@ def linear_small_reference(
 
 
 @triton.jit
-def _tile(
+def load_tile(
     places: tl.tensor,
     inside: tl.tensor,
     k: tl.tensor,
@@ -120,7 +120,7 @@ def _tile(
 
 
 @triton.jit
-def _product(x: tl.tensor, weight: tl.tensor, total: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+def add_product(x: tl.tensor, weight: tl.tensor, total: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     """total plus the product of two tiles, in the form's own arrangement."""
     if FORM == 0:
         total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
@@ -132,7 +132,7 @@ def _product(x: tl.tensor, weight: tl.tensor, total: tl.tensor, FORM: tl.constex
 
 
 @triton.jit
-def _as_rows(total: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+def as_rows(total: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     """The sums [BLOCK_M, BLOCK_N]."""
     if FORM == 1:
         total = tl.trans(total)
@@ -224,7 +224,7 @@ def linear_small_kernel(
     steps = tl.cdiv(inner, BLOCK_K)
     begin, end = split * steps // splits, (split + 1) * steps // splits
     rows = weight_ptr + n.to(tl.int64) * weight_stride
-    up_rows = rows + columns.to(tl.int64) * weight_stride
+    up_rows = rows + tl.cast(columns, tl.int64) * weight_stride
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if EVEN_N and EVEN_K:
@@ -244,13 +244,13 @@ def linear_small_kernel(
     # The number of stages at the loop itself: loads are then staged for the form without matrix instructions too.
     for step in tl.range(begin, end, num_stages=STAGES):
         start = step * BLOCK_K
-        x = _tile(x_places + start, m < tokens, start + k, inner, False, EVEN_K, "evict_last")
-        weight = _tile(gate_places + start, n < columns, start + k, inner, EVEN_N, EVEN_K, "evict_first")
-        gate = _product(x, weight, gate, FORM)
+        x = load_tile(x_places + start, m < tokens, start + k, inner, False, EVEN_K, "evict_last")
+        weight = load_tile(gate_places + start, n < columns, start + k, inner, EVEN_N, EVEN_K, "evict_first")
+        gate = add_product(x, weight, gate, FORM)
         if CODE >= 0:
-            weight = _tile(up_places + start, n < columns, start + k, inner, EVEN_N, EVEN_K, "evict_first")
-            up = _product(x, weight, up, FORM)
-    gate, up = _as_rows(gate, FORM), _as_rows(up, FORM)
+            weight = load_tile(up_places + start, n < columns, start + k, inner, EVEN_N, EVEN_K, "evict_first")
+            up = add_product(x, weight, up, FORM)
+    gate, up = as_rows(gate, FORM), as_rows(up, FORM)
     if SPLIT_LIMIT == 1:
         _finish(gate, up, y_ptr, bias_ptr, m, n, tokens, columns, CODE, HAS_BIAS)
     else:

@@ -231,7 +231,7 @@ def sum_kernel(
     for start in range(0, chunks, BLOCK_C):
         chunk = start + tl.arange(0, BLOCK_C)
         inside = (chunk < chunks)[:, None] & (ids < experts)[None, :]
-        counts = tl.load(counts_ptr + chunk[:, None] * experts + ids[None, :], mask=inside, other=0)
+        counts = tl.load(counts_ptr + chunk.to(tl.int64)[:, None] * experts + ids[None, :], mask=inside, other=0)
         total += tl.sum(counts, axis=0)
     ends = tl.cumsum(total, axis=0)
     begin = ends - total
@@ -240,7 +240,7 @@ def sum_kernel(
     for start in range(0, chunks, BLOCK_C):
         chunk = start + tl.arange(0, BLOCK_C)
         inside = (chunk < chunks)[:, None] & (ids < experts)[None, :]
-        places = counts_ptr + chunk[:, None] * experts + ids[None, :]
+        places = counts_ptr + chunk.to(tl.int64)[:, None] * experts + ids[None, :]
         counts = tl.load(places, mask=inside, other=0)
         tl.store(places, begin[None, :] + tl.cumsum(counts, axis=0) - counts, mask=inside)
         begin += tl.sum(counts, axis=0)

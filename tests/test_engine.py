@@ -392,3 +392,9 @@ class TestLoadingFaults:
         for model in (None, b"model", 5):
             with pytest.raises(UsageError, match="model is"):
                 EngineConfig(model)  # type: ignore[arg-type]
+
+
+def test_a_name_in_place_of_options_is_told_what_to_write() -> None:
+    name: Any = "smollm2-135m-instruct"
+    with pytest.raises(UsageError, match="takes an EngineConfig, not 'smollm2-135m-instruct'"):
+        Engine(name)

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from hookline import Engine, EngineConfig, SamplingParams
+from hookline.config import SpeculativeConfig
 from hookline_kernels import native
 
 NEW_TOKENS = 24
@@ -188,9 +189,9 @@ def test_preemption_loses_nothing(name: str, prefix_caching: bool, expected: Any
     assert sum(request.preemptions for request in requests) > 0
 
 
-@pytest.mark.parametrize("every", [3, 7])
-def test_forced_preemption_loses_nothing(every: int, expected: Any) -> None:
-    folder, many, want = expected("plain")
+@pytest.mark.parametrize(("name", "every"), [("plain", 3), ("plain", 7), ("mixtral window", 3), ("qwen2_moe mixed", 7)])
+def test_forced_preemption_loses_nothing(name: str, every: int, expected: Any) -> None:
+    folder, many, want = expected(name)
     with engine(folder, preempt_every=every, max_chunk_tokens=5) as run:
         requests = spy_on_requests(run)
         assert ids_of(run.generate(many, GREEDY)) == want
@@ -212,6 +213,40 @@ def test_cold_and_warm_prefixes_agree(name: str, expected: Any) -> None:
     assert ids_of(partly) == want
     counts = [(output.usage.cached_tokens, output.usage.prompt_tokens) for output in partly]
     assert sum(0 < cached < prompt - BLOCK for cached, prompt in counts) > 1
+
+
+def drafting_engine(folder: Path, **switches: Any) -> Engine:
+    return engine(
+        folder, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=4, ngram_min=1), **switches
+    )
+
+
+def accepted_in(outputs: list[Any]) -> int:
+    return sum(step.num_accepted for output in outputs for step in output.outputs[0].speculative)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafts_do_not_matter(name: str, expected: Any) -> None:
+    folder, many, want = expected(name)
+    with drafting_engine(folder) as run:
+        outputs = run.generate(many, GREEDY)
+    assert ids_of(outputs) == want
+    assert accepted_in(outputs) > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "mistral window", "mixtral", "dynamic rope"])
+@pytest.mark.parametrize("switches", [{"max_chunk_tokens": 3}, {"preempt_every": 3}, {"blocks": 16}])
+def test_drafts_in_chunks_and_preempted(name: str, switches: dict[str, Any], expected: Any) -> None:
+    folder, many, want = expected(name)
+    with drafting_engine(folder, **switches) as run:
+        requests = spy_on_requests(run)
+        for _ in range(2):  # cold, and with prefixes that were cached while drafting
+            outputs = run.generate(many, GREEDY)
+            assert ids_of(outputs) == want
+            assert accepted_in(outputs) > 0
+        assert ids_of([run.generate([ids], GREEDY)[0] for ids in many[:4]]) == want[:4]
+    if "max_chunk_tokens" not in switches:
+        assert sum(request.preemptions for request in requests) > 0
 
 
 @pytest.mark.parametrize("name", ["plain", "mistral window", "mixtral", "qwen2_moe mixed"])

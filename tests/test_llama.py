@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
+from hookline.config import EngineConfig
 from hookline.errors import CheckpointError, HooklineError, ModelConfigError
 from hookline.layers.rotary import Rotary
+from hookline.loading import open_model
 from hookline.weight_adapter import LazyTensor
 from hookline_llama.config import read_config
 from hookline_llama.weight_adapter import GgufAdapter, halves_from_pairs
@@ -90,6 +95,7 @@ def test_configs_are_read_or_refused_by_field() -> None:
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
         ({"head_dim": 2**31}, "head_dim"),
         ({"hidden_size": 2**63}, "hidden_size"),
+        ({"num_local_experts": 8}, "num_local_experts"),
     ],
 )
 def test_the_field_at_fault_is_named(fields: dict[str, Any], named: str) -> None:
@@ -112,3 +118,32 @@ def test_a_gguf_tensor_of_no_llama_is_named() -> None:
     with pytest.raises(CheckpointError, match="ssm_in"):
         adapter.adapt(tensor)
     assert adapter.adapt(tensor.renamed("rope_freqs.weight")) == ()
+
+
+def write_experts(path: Path, experts: int) -> Path:
+    """The header of a mixture of experts, as converters wrote them, and one tensor."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(min(experts, 2))
+    writer.add_tensor("token_embd.weight", np.zeros((96, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_with_experts_is_refused(tmp_path: Path) -> None:
+    """Its architecture is called `llama` too."""
+    path = write_experts(tmp_path / "experts.gguf", 8)
+    with pytest.raises(ModelConfigError, match="num_local_experts is 8: a mixture of experts") as caught:
+        open_model(EngineConfig(str(path), device="cpu"))
+    assert "safetensors" in str(caught.value.hint)
+    dense = write_experts(tmp_path / "dense.gguf", 0)
+    assert open_model(EngineConfig(str(dense), device="cpu")).config.num_layers == 1

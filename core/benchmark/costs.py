@@ -21,8 +21,7 @@ from hookline.parameters import (
     UnfusedMoEMLP1Parameter,
     UnfusedMoEMLP2Parameter,
 )
-from hookline_kernels.packed import TILE, is_packed
-from hookline_kernels.quantized import GROUP
+from hookline_kernels.packed import is_packed, unpacked_shape
 
 _EXPERTS = (
     *(UnfusedMoEMLP1Parameter, UnfusedMoEMLP2Parameter, UnfusedMoEGatedMLPParameter),
@@ -90,7 +89,10 @@ def _role(kind: type[Parameter]) -> str:
 
 
 def _num_weights(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] * TILE * tensor.shape[1] * GROUP if is_packed(tensor) else tensor.numel()
+    if not is_packed(tensor):
+        return tensor.numel()
+    rows, inner = unpacked_shape(tensor.shape[-3:])
+    return tensor.shape[:-3].numel() * rows * inner
 
 
 def _count(opened: OpenedModel, name: str) -> int:

@@ -51,7 +51,7 @@ def count_experts(engine: Engine, batch: int, length: Lengths) -> DistinctExpert
     """Runs some greedy decode steps of such a batch, without graphs.
 
     Returns:
-        None for a model without experts, and where the cache does not hold the whole batch.
+        None for a model of which no layer has experts, and where the cache does not hold the whole batch.
     """
     model = engine.loaded.opened.model
     if not isinstance(model, MoETransformerModel):
@@ -77,7 +77,7 @@ def count_experts(engine: Engine, batch: int, length: Lengths) -> DistinctExpert
             with suppress(InvalidRequestError):  # one that was never put, after an error
                 engine.flush(uid)
     counts = [torch.stack(steps).sum(dim=1).tolist() for _, steps in sorted(used.items())]
-    return DistinctExperts(tuple(fmean(count) for count in counts), batch)
+    return DistinctExperts(tuple(fmean(count) for count in counts), batch) if counts else None
 
 
 def _prefill(engine: Engine, uid: int, prompt: list[int]) -> torch.Tensor:

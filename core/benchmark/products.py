@@ -26,7 +26,6 @@ from hookline_kernels.tune_linear import Product
 
 _GATED = (GatedMLPParameter, FusedGatedMLPParameter)
 _WIDE = (UnembedParameter, MoEGatingWeightParameter)
-_WIDE = (UnembedParameter, MoEGatingWeightParameter)
 
 # Least seconds of one timing, reckoned at this many bytes a second.
 _TIMED_SECONDS, _GPU_SPEED, _CPU_SPEED = 2e-3, 4e12, 2e10

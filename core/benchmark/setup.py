@@ -15,7 +15,7 @@ from hookline.benchmark.report import Figure, Report
 from hookline.benchmark.roofline import Limits, ModelCosts
 from hookline.benchmark.workload import Lengths
 from hookline.checkpoint.random import RandomReader
-from hookline.config import EngineConfig
+from hookline.config import STORED_ENCODINGS, EngineConfig
 from hookline.errors import UsageError
 from hookline.loading import choose_device
 from hookline.model import MoETransformerModel
@@ -120,7 +120,8 @@ def early_limits(config: EngineConfig, measured: bool) -> Limits | None:
         return None
     device = choose_device(config.device)
     likely = "float32" if device.type == "cpu" else "bfloat16"
-    return measure_limits(device, getattr(torch, likely if config.dtype == "auto" else config.dtype))
+    is_chosen = config.dtype != "auto" and config.dtype not in STORED_ENCODINGS
+    return measure_limits(device, getattr(torch, config.dtype if is_chosen else likely))
 
 
 def make_bench(subject: Subject, engine: Engine, limits: Limits | None) -> Bench:
@@ -130,10 +131,11 @@ def make_bench(subject: Subject, engine: Engine, limits: Limits | None) -> Bench
         UsageError: if routing is forced on a model without experts.
     """
     opened = engine.loaded.opened
-    model, routing = opened.model, engine.config.expert_routing
-    if routing != "natural" and not isinstance(model, MoETransformerModel):
+    model, costs, routing = opened.model, model_costs(opened), engine.config.expert_routing
+    # A config may leave all layers of such a model without experts.
+    if routing != "natural" and not (isinstance(model, MoETransformerModel) and costs.expert_bytes):
         raise UsageError(
             f"--routing is {routing}, and {subject.name} has no experts",
             hint="Leave --routing out, or measure a mixture of experts.",
         )
-    return Bench(subject, engine, model_costs(opened), limits or known_limits(model.device, model.dtype))
+    return Bench(subject, engine, costs, limits or known_limits(model.device, model.dtype))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hookline.execution.decode_step import choose_tokens
 from hookline.execution.kv_cache import allocate_cache
@@ -64,8 +65,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def launched(self, name: str, arguments: Iterable[object]) -> None:
-        """Takes note of a Triton kernel; a tensor that it is given twice counts once."""
-        tensors = {each.data_ptr(): each for each in arguments if isinstance(each, torch.Tensor)}
+        """Takes note of a Triton kernel; a tensor that it is given twice, or by a descriptor for TMA, counts once."""
+        plain = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments)
+        tensors = {each.data_ptr(): each for each in plain if isinstance(each, torch.Tensor)}
         reads_contexts = tensors.pop(self._tables, None) is not None
         self.kernels[name] += sum(self._size(tensor, reads_contexts) for tensor in tensors.values())
 

@@ -14,8 +14,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def adapted(reader: CheckpointReader, adapter: WeightAdapter) -> Iterator[LazyTensor]:
     """The checkpoint's tensors under the containers' names, none of them read yet."""
-    for tensor in reader.tensors():
-        yield from adapter.adapt(tensor)
+    return adapter.adapt_all(reader.tensors())
 
 
 def check_shapes(tensors: Iterable[LazyTensor], expected: Shapes) -> None:

@@ -16,7 +16,7 @@ from hookline.weight_adapter import LazyTensor
 
 
 class ModuleReader:
-    """Reads a module's parameters; a tied one appears once, under its first name. The module is not changed.
+    """Reads what a module would save; a tied parameter appears once, under its first name. The module is not changed.
 
     Args:
         module: has a `config` with `to_dict()`, as the models of `transformers` do.
@@ -38,18 +38,23 @@ class ModuleReader:
         self.generation_config: JsonObject = MappingProxyType(_fields(getattr(module, "generation_config", None)))
         self.tokenizer_source = tokenizer_source or TokenizerSource()
         self.files: tuple[Path, ...] = ()
-        self.nbytes = sum(parameter.nbytes for parameter in module.parameters())
+        self.nbytes = sum(tensor.nbytes for _, tensor in self._saved())
 
     def tensors(self) -> Iterator[LazyTensor]:
-        """In the module's own order."""
-        for name, parameter in self._module.named_parameters():
-            encoding = str(parameter.dtype).removeprefix("torch.")
-            load = partial(_copy, parameter)
-            yield LazyTensor(name, tuple(parameter.shape), encoding, parameter.nbytes, load)
+        """In the module's own order, parameters before buffers."""
+        for name, tensor in self._saved():
+            encoding = str(tensor.dtype).removeprefix("torch.")
+            yield LazyTensor(name, tuple(tensor.shape), encoding, tensor.nbytes, partial(_copy, tensor))
+
+    def _saved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, and the buffers that are no mere by-product of the config."""
+        yield from self._module.named_parameters()
+        saved = self._module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name in saved)
 
 
-def _copy(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().to("cpu", copy=True)
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _fields(config: Any) -> dict[str, Any]:

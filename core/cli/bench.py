@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from hookline.benchmark.workload import Lengths, fixed_lengths, lognormal_length
 from hookline.cli.options import adapt_options, engine_options
 from hookline.cli.output_file import check_output
 from hookline.cli.source import read_subject, source_options, subject_config
+from hookline.cli.speculation import speculative_config, speculative_options
 from hookline.cli.starting import start_engine
-from hookline.config import EXPERT_ROUTINGS, PluginOptions
+from hookline.config import EXPERT_ROUTINGS, PluginOptions, SpeculativeConfig
 from hookline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ def bench() -> None:
 )
 @_number("--profile-steps", 8, "Decode steps in the trace.")
 @engine_options
+@speculative_options
 @click.pass_obj
 def latency(
     plugins: PluginOptions | None,
@@ -156,7 +159,7 @@ def latency(
         if experts is not None:
             figures.append(Figure("distinct_experts", experts.mean, "a layer"))
             notes.append(experts.line(values["expert_routing"], found.costs))
-        _print(found.report("latency", workload | _drawn(values), figures, notes, profile), values)
+        _print(found.report("latency", workload | _settings(values), figures, notes, profile), values)
 
 
 @bench.command("throughput")
@@ -164,6 +167,7 @@ def latency(
 @_work_options
 @_report_options
 @engine_options
+@speculative_options
 @click.pass_obj
 def throughput(plugins: PluginOptions | None, /, **values: Any) -> None:
     """Time many requests that are all there at the start: output tokens and requests a second.
@@ -195,6 +199,7 @@ def throughput(plugins: PluginOptions | None, /, **values: Any) -> None:
 @_number("--slo-itl", 100.0, "A good request keeps 99 % of the gaps between its tokens within this.", float, "MS")
 @_report_options
 @engine_options
+@speculative_options
 @click.pass_obj
 def serve(
     plugins: PluginOptions | None, /, rate: float | None, warmup: int, slo_ttft: float, slo_itl: float, **values: Any
@@ -211,7 +216,8 @@ def serve(
       engine bench serve ./my-model --rate 2 --slo-ttft 500 --slo-itl 30
     """
     if rate is None or not 0 < rate < float("inf"):
-        raise UsageError(f"--rate is {rate}", hint="Give the requests that come a second, such as --rate 20.")
+        problem = "no --rate" if rate is None else f"--rate is {rate}"
+        raise UsageError(problem, hint="Give the requests that come a second, such as --rate 20.")
     choice, work = _choice(values), _work(values, warmup + values["requests"])
     with _start(values, plugins) as found:
         from hookline.benchmark.figures import serving_figures
@@ -255,6 +261,17 @@ def _drawn(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in _CHOICE}
 
 
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How tokens are chosen and proposed, as reports show it."""
+    speculative = speculative_config(values)
+    if speculative is None:
+        return _drawn(values)
+    usual = dataclasses.asdict(SpeculativeConfig())
+    own = {name: value for name, value in dataclasses.asdict(speculative).items() if value != usual[name]}
+    always = {"method": speculative.method, "num_speculative_tokens": speculative.num_speculative_tokens}
+    return _drawn(values) | always | own
+
+
 def _work(values: Mapping[str, Any], count: int) -> list[Lengths]:
     if values["lengths"] == "lognormal":
         return lognormal_lengths(count, values["seed"])
@@ -267,7 +284,7 @@ def _described(values: Mapping[str, Any], work: list[Lengths]) -> dict[str, Any]
         "mean_input": round(sum(length.prompt for length in work) / len(work), 1),
         "mean_output": round(sum(length.output for length in work) / len(work), 1),
     }
-    return {"requests": len(work), "lengths": values["lengths"], **means, "seed": values["seed"], **_drawn(values)}
+    return {"requests": len(work), "lengths": values["lengths"], **means, "seed": values["seed"], **_settings(values)}
 
 
 def _say(text: str) -> None:

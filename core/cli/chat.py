@@ -20,6 +20,7 @@ from hookline.cli.conversation import Conversation, load_conversation, save_conv
 from hookline.cli.options import engine_config, engine_options, model_option, sampling_options, sampling_params
 from hookline.cli.prompts import has_chat_template
 from hookline.cli.render import run_figures
+from hookline.cli.speculation import speculative_options
 from hookline.cli.starting import start_engine
 from hookline.errors import HooklineError, InvalidRequestError, UsageError
 
@@ -46,6 +47,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @sampling_options(max_tokens=1024)
 @engine_options
+@speculative_options
 @click.pass_context
 def chat(ctx: click.Context, /, model: str, system: str | None, **values: Any) -> None:
     """Talk with a model. The whole conversation is its context.

@@ -23,6 +23,7 @@ from hookline.cli.output_file import check_output
 from hookline.cli.prompt_file import generate_file, json_line, read_lines
 from hookline.cli.prompts import RowReader, as_prompt
 from hookline.cli.render import run_figures
+from hookline.cli.speculation import speculative_options
 from hookline.cli.starting import start_engine
 from hookline.errors import HooklineError, InvalidRequestError, UsageError
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 @sampling_options(max_tokens=256)
 @report_options
 @engine_options
+@speculative_options
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -78,7 +80,8 @@ def generate(
     FILE.partial.
 
     The object of --json has `prompt_token_ids`, `token_ids`, `text`, `finish_reason` (stop, length, abort or error),
-    `stop_reason`, `usage` and `timing` (seconds); with -n above 1, `outputs` is a list of the continuations.
+    `stop_reason`, `usage` and `timing` (seconds); with -n above 1, `outputs` is a list of the continuations. Where
+    tokens are proposed, `speculative.steps` has each step's `num_accepted`, `next_token` and the `drafts` for the next.
     """
     start = time.monotonic()
     params = sampling_params(values)

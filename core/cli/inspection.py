@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hookline.checkpoint.loader import adapted
 from hookline.checkpoint.reader import CheckpointReader
 from hookline.config import EngineConfig
-from hookline.errors import HooklineError
-from hookline.loading import OpenedModel, architecture_name, eos_token_ids, expected_bytes, open_model, read_tokenizer
-from hookline.memory_planner import MemoryPlan, available_memory
+from hookline.errors import HooklineError, UsageError
+from hookline.loading import (
+    OpenedModel,
+    architecture_name,
+    eos_token_ids,
+    expected_bytes,
+    open_model,
+    rank_bytes,
+    read_tokenizer,
+)
+from hookline.memory_planner import MemoryPlan, available_memory, planned_memory
 from hookline.model import ModelConfig
 from hookline.plugins import Claim
-from hookline.weight_adapter import LazyTensor, WeightAdapter
+from hookline.weight_adapter import LazyTensor
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,7 +37,8 @@ class Inspection:
         config: the plugin's view of the checkpoint's config.
         parameters: how many numbers the weights have.
         audit: the checkpoint's tensors against the plugin's mapping.
-        plan: where this machine's memory would go.
+        plan: where the memory would go, of this machine or of the devices that were asked for.
+        computed_weights: bytes of the weights in the type of the computation, where the plan counts stored ones.
         error: what went wrong first.
     """
 
@@ -39,14 +48,21 @@ class Inspection:
     parameters: int | None = None
     audit: CheckpointAudit | None = None
     plan: MemoryPlan | None = None
+    computed_weights: int | None = None
     error: HooklineError | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointAudit:
-    """What would keep a checkpoint from loading, by tensor name; `matched` counts the tensors that have a place."""
+    """What would keep a checkpoint from loading, by tensor name.
+
+    Attributes:
+        matched: how many tensors have a place, as the weight adapter gives them.
+        joined: how many tensors of the checkpoint are part of such a one beside its first, such as scales.
+    """
 
     matched: int
+    joined: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     duplicate: tuple[str, ...]
@@ -59,22 +75,56 @@ class CheckpointAudit:
         return not (self.missing or self.unexpected or self.duplicate or self.wrong_shape)
 
 
-def inspect_checkpoint(engine_config: EngineConfig, path: Path, reader: CheckpointReader) -> Inspection:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Devices:
+    """GPUs to plan for, which need not be there: so many, each with so many bytes."""
+
+    count: int
+    memory: int
+
+
+def inspect_checkpoint(
+    engine_config: EngineConfig, path: Path, reader: CheckpointReader, devices: Devices | None = None
+) -> Inspection:
     """Looks at a checkpoint whose headers are read, as far as it can be understood."""
     found = Inspection(describe_header(path, reader))
     try:
-        opened = open_model(engine_config, reader)
+        opened = open_model(engine_config, reader, None if devices is None else devices.count)
         found.plugin = _describe_plugin(opened.architecture.claim, engine_config)
         found.config = opened.config
         shapes = dict(opened.model.checkpoint_shapes())
         found.parameters = sum(map(math.prod, shapes.values()))
-        found.audit = audit_checkpoint(opened, shapes)
-        planner = opened.architecture.memory_planner(opened.config, opened.engine_config)
-        available = available_memory(opened.model.device, opened.engine_config.memory)
-        found.plan = planner.plan(opened.model.cache_specs(), expected_bytes(opened), available)
+        tensors = _adapted(opened)
+        found.audit = _audit_snapshot(opened) if tensors is None else audit_checkpoint(opened, shapes, tensors)
+        _plan(found, opened, devices, tensors)
     except HooklineError as error:
         found.error = error
     return found
+
+
+def _adapted(opened: OpenedModel) -> list[LazyTensor] | None:
+    """The checkpoint's tensors under the containers' names; None for a snapshot, which holds parameters instead."""
+    reader = opened.reader
+    if reader.weights_format == "snapshot":
+        return None
+    return list(adapted(reader, opened.architecture.weight_adapter(opened.config, reader.weights_format)))
+
+
+def _plan(
+    found: Inspection, opened: OpenedModel, devices: Devices | None, tensors: Sequence[LazyTensor] | None
+) -> None:
+    planner = opened.architecture.memory_planner(opened.config, opened.engine_config)
+    specs = opened.model.cache_specs()
+    if devices is None:
+        available = available_memory(opened.model.device, opened.engine_config.memory)
+        found.plan = planner.plan(specs, expected_bytes(opened), available)
+    elif tensors is None:
+        raise UsageError("a snapshot is of one device", hint="Give the checkpoint that it was made from.")
+    elif found.audit is not None and found.audit.is_clean:
+        available = planned_memory(devices.memory, opened.engine_config.memory)
+        stored, found.computed_weights = rank_bytes(opened, tensors)
+        plan = planner.plan(specs, stored, available)
+        found.plan = dataclasses.replace(plan, device=f"each of {devices.count} devices")
 
 
 def describe_header(path: Path, reader: CheckpointReader) -> dict[str, Any]:
@@ -122,20 +172,24 @@ def _describe_plugin(claim: Claim, engine_config: EngineConfig) -> dict[str, Any
     }
 
 
-def audit_checkpoint(opened: OpenedModel, shapes: Mapping[str, tuple[int, ...]]) -> CheckpointAudit:
-    """Compares the checkpoint's header with the plugin's mapping and the config's shapes."""
-    reader = opened.reader
-    if reader.weights_format == "snapshot":
-        return _audit_snapshot(opened)
-    adapter = opened.architecture.weight_adapter(opened.config, reader.weights_format)
-    names = opened.containers.audit(adapted(reader, adapter))
+def audit_checkpoint(
+    opened: OpenedModel, shapes: Mapping[str, tuple[int, ...]], tensors: Sequence[LazyTensor]
+) -> CheckpointAudit:
+    """Compares the checkpoint's `tensors` with the plugin's mapping and the config's shapes."""
+    names = opened.containers.audit(tensors)
+    by_name = {tensor.name: tensor.origins for tensor in tensors}
+    used = {origin for origins in by_name.values() for origin in origins}
+    dropped = [origin for name in names.dropped for origin in by_name[name]]
+    dropped += [tensor.name for tensor in opened.reader.tensors() if tensor.name not in used]
+    left_out = set(names.dropped)
     return CheckpointAudit(
         matched=names.matched,
+        joined=sum(len(origins) - 1 for name, origins in by_name.items() if name not in left_out),
         missing=names.missing,
         unexpected=names.unexpected,
         duplicate=names.duplicate,
-        wrong_shape=tuple(_wrong_shapes(adapted(reader, adapter), shapes)),
-        dropped=(*names.dropped, *_dropped_by(adapter, reader)),
+        wrong_shape=tuple(_wrong_shapes(tensors, shapes)),
+        dropped=tuple(dropped),
     )
 
 
@@ -146,16 +200,13 @@ def _wrong_shapes(tensors: Iterable[LazyTensor], shapes: Mapping[str, tuple[int,
             yield f"{tensor.name} is {list(tensor.shape)}, the config asks for {list(expected)}"
 
 
-def _dropped_by(adapter: WeightAdapter, reader: CheckpointReader) -> Iterable[str]:
-    return (tensor.name for tensor in reader.tensors() if not list(adapter.adapt(tensor)))
-
-
 def _audit_snapshot(opened: OpenedModel) -> CheckpointAudit:
     """A snapshot holds parameters, not the checkpoint's tensors; one that may be None may also be absent."""
     known = {f"{path}.{name}" for path, one in opened.containers.containers() for name in one.parameter_names}
     found = [tensor.name for tensor in opened.reader.tensors()]
     return CheckpointAudit(
         matched=len(known.intersection(found)),
+        joined=0,
         missing=(),
         unexpected=tuple(name for name in found if name not in known),
         duplicate=(),

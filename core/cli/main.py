@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import click
@@ -20,6 +21,8 @@ from hookline.config import PluginOptions
 from hookline.errors import HooklineError
 
 INTERRUPTED = 130
+# Seconds between looks at whether an import has ended.
+_LOOK_AGAIN = 0.02
 
 
 class _Command(NamedTuple):
@@ -149,13 +152,46 @@ def engine(ctx: click.Context, prefer: dict[str, str], disabled: frozenset[str],
     ctx.obj = PluginOptions(enabled=not no_plugins, disabled=disabled, prefer=prefer)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Handles Ctrl-C: raises KeyboardInterrupt, but inside an import only when that has ended, or at a second Ctrl-C.
+
+    Extension modules such as torch's swallow an exception while they are imported, and an import that was cut in the
+    middle fails again later: the command would go on as if nothing had been pressed.
+    """
+    again = number == signal.SIGINT and signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    if _importing(frame) and not again:
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_AGAIN)
+        return
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    raise KeyboardInterrupt
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def main() -> None:
     """Entry point of the console script.
 
     A standard stream that the caller closed becomes one that is empty and takes everything: without it the next file
-    that is opened would stand in its place.
+    that is opened would stand in its place. A caller that ignores Ctrl-C, as a shell does for what runs in the
+    background, is obeyed.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
-    engine(prog_name="engine")
+    hears = hasattr(signal, "setitimer") and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if hears:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        engine(prog_name="engine")
+    finally:
+        if hears:
+            # What is left is Python's own end, and a traceback from there helps nobody.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from hookline.config import BY_DEVICE, EngineConfig, PluginOptions, parse_memory
+from hookline.cli.speculation import speculative_config
+from hookline.config import BY_DEVICE, DTYPES, EngineConfig, PluginOptions, parse_memory
 from hookline.model_store import DEFAULT_MODEL
 from hookline.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 
@@ -49,8 +50,9 @@ model_option = _option(
 _ENGINE_OPTIONS = (
     _engine_option(
         "dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        help="Type of weights and activations; auto is float32 on a CPU and the checkpoint's own elsewhere.",
+        type=click.Choice(DTYPES),
+        help="Type of weights and activations; auto is float32 on a CPU and the checkpoint's own elsewhere. An "
+        "encoding of 8 or 4 bits says what the checkpoint must hold.",
     ),
     _engine_option("device", metavar="auto|cpu|cuda[:N]", help="Where to run; auto takes a CUDA device."),
     _engine_option(
@@ -200,7 +202,8 @@ def engine_config(model: str, values: Mapping[str, Any], plugins: PluginOptions 
 
     Args:
         model: what `--model` says.
-        values: of the options that `engine_options` adds, those that the command has; others are left alone.
+        values: of the options that `engine_options` and `speculative_options` add, those that the command has; others
+            are left alone.
         plugins: what the options before the command say.
 
     Raises:
@@ -210,7 +213,8 @@ def engine_config(model: str, values: Mapping[str, Any], plugins: PluginOptions 
     for name in ("memory", "kv_cache_memory"):
         if fields.get(name) is not None:
             fields[name] = parse_memory(fields[name], f"--{name.replace('_', '-')}")
-    return EngineConfig(model=model, plugins=plugins or PluginOptions(), **fields)
+    speculative = speculative_config(values)
+    return EngineConfig(model=model, plugins=plugins or PluginOptions(), speculative=speculative, **fields)
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:

@@ -130,6 +130,7 @@ def run_figures(outputs: Sequence[RequestOutput], load_seconds: float, run_secon
         ("prompt", f"{prompt_tokens} tokens, {cached} of them from the prefix cache"),
         ("output", f"{new_tokens} tokens"),
         *_rates(outputs, new_tokens, run_seconds),
+        *_speculation(outputs),
         ("peak memory", format_bytes(peak_memory())),
     ]
     return "\n".join([*(f"{name:<12} {value}" for name, value in rows), plan.table()])
@@ -155,3 +156,21 @@ def _rates(outputs: Sequence[RequestOutput], new_tokens: int, run_seconds: float
     if decode_seconds > 0 and decoded > 0:
         rates.append(("decode", f"{decoded / decode_seconds:.1f} tokens/s"))
     return rates
+
+
+def _speculation(outputs: Sequence[RequestOutput]) -> list[tuple[str, str]]:
+    """What became of drafts; steps without any, such as prefills, only count among the steps."""
+    every = [(one, one.speculative) for output in outputs for one in output.outputs if one.speculative is not None]
+    if not every:
+        return []
+    steps = [step for _, own in every for step in own]
+    verified = [step for step in steps if step.num_drafts]
+    proposed, accepted = sum(step.num_drafts for step in verified), sum(step.num_accepted for step in verified)
+    tokens = sum(len(one.token_ids) for one, _ in every)
+    rows = [("drafts", f"{proposed} proposed, {accepted} accepted")]
+    if verified:
+        most = max(step.num_drafts for step in verified)
+        places = [sum(step.num_accepted > place for step in verified) / len(verified) for place in range(most)]
+        share = f"{accepted / len(verified):.2f} a step that had drafts"
+        rows.append(("accepted", f"{share}; by position {', '.join(f'{100 * place:.0f} %' for place in places)}"))
+    return [*rows, ("steps", f"{len(steps)}, {tokens / len(steps):.2f} tokens each")]

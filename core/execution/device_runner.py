@@ -123,11 +123,11 @@ class DeviceRunner(Runner):
         if flight.arrived is not None:
             flight.arrived.synchronize()
         values: list[int] = flight.values.tolist()
-        logprobs: dict[str, TokenLogprob] = {}
+        logprobs: dict[str, Sequence[TokenLogprob]] = {}
         if flight.logprobs is not None:
             entries = flight.logprobs.entries([values[row] for row in flight.reported])
             named = zip((flight.requests[row].request_id for row in flight.reported), entries, strict=True)
-            logprobs = {request_id: entry for request_id, entry in named if entry.token_id >= 0}
+            logprobs = {request_id: [entry] for request_id, entry in named if entry.token_id >= 0}
         return StepResult(
             token_ids=[[value] for value in values],
             logprobs=logprobs,

@@ -15,7 +15,7 @@ from hookline.batch_processor import BatchProcessor, PreparedBatch, PromptSpan
 from hookline.execution.sampler import Sampler, token_logprobs
 from hookline.execution.sampling_state import SamplingState
 from hookline.model import CacheTensors, TransformerModel
-from hookline.scheduling.output import TokenLogprob
+from hookline.scheduling.output import SpeculativeStep, TokenLogprob
 from hookline.scheduling.request import Request, ScheduledBatch
 
 _LOGPROB_ROWS = 128
@@ -27,15 +27,17 @@ class StepResult:
 
     Attributes:
         token_ids: the new tokens of each part of the batch that samples, in the batch's order.
-        logprobs: of requests that asked for them, for their new token.
+        logprobs: of requests that asked for them, for each new token.
         prompt_logprobs: of requests that asked for them: the first prompt token's place, and the entries from there.
         failed: requests whose logits were no numbers, or left no token to choose.
+        speculative: where drafts are proposed, what became of them, for each of `token_ids`.
     """
 
     token_ids: list[list[int]]
-    logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[int, list[TokenLogprob]]] = field(default_factory=dict)
     failed: tuple[Request, ...] = ()
+    speculative: Sequence[SpeculativeStep] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,11 @@ class Runner:
 
     Attributes:
         max_in_flight: steps that may be launched and not collected.
+        lookahead: places behind a request's tokens that a step may write to.
     """
 
     max_in_flight = 1
+    lookahead = 0
 
     def __init__(
         self, model: TransformerModel, processor: BatchProcessor, cache: Mapping[str, Sequence[CacheTensors]]
@@ -115,7 +119,7 @@ class Runner:
         entries = result.logprobs or [None] * len(requests)
         return StepResult(
             token_ids=[[token] for token in result.token_ids],
-            logprobs={r.request_id: entry for r, entry in zip(requests, entries, strict=True) if entry is not None},
+            logprobs={r.request_id: [entry] for r, entry in zip(requests, entries, strict=True) if entry is not None},
             prompt_logprobs=prompts,
             failed=tuple(requests[row] for row in result.bad_rows),
         )

@@ -6,6 +6,7 @@ preemption changes it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -62,6 +63,11 @@ class _TokenCounts:
         self._ids[place] = token_id
         self._counts[place] += 1
 
+    def copy(self) -> _TokenCounts:
+        copied = _TokenCounts()
+        copied._index, copied._ids, copied._counts = self._index.copy(), self._ids.copy(), self._counts.copy()
+        return copied
+
     @property
     def ids(self) -> Ids:
         return self._ids[: len(self._index)]
@@ -98,7 +104,6 @@ class SamplingState:
         self.params = params
         self.temperature = 0.0 if params.temperature < GREEDY_TEMPERATURE else params.temperature
         self.top_k = params.top_k if params.top_k < vocab_size else 0
-        self.num_outputs = 0
         self.key = _mix((seed + _GAMMA) & _MASK64)
         self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids, vocab_size)
         self.bias_ids = _ids(params.logit_bias, vocab_size)
@@ -107,15 +112,22 @@ class SamplingState:
         self.bad_ids = _ids([ids[0] for ids in bad_word_ids if len(ids) == 1], vocab_size)
         self.phrases = [(tuple(ids[:-1]), ids[-1]) for ids in bad_word_ids if len(ids) > 1 and ids[-1] < vocab_size]
         self._tail_len = max((len(before) for before, _ in self.phrases), default=0)
-        self._tail = tuple(prompt_token_ids[-self._tail_len :]) if self._tail_len else ()
-        known = {i for i in prompt_token_ids if i < vocab_size} if params.repetition_penalty != 1.0 else ()
-        self.seen = _TokenCounts(known) if params.repetition_penalty != 1.0 else None
-        self.counts = _TokenCounts() if params.presence_penalty or params.frequency_penalty else None
+        self._prompt_tail = tuple(prompt_token_ids[-self._tail_len :]) if self._tail_len else ()
+        self._prompt_ids = {i for i in prompt_token_ids if i < vocab_size} if params.repetition_penalty != 1.0 else ()
+        self._restart()
         self.edits_logits = bool(
             self.allowed_ids is not None or self.bias_ids.size or self.bad_ids.size or self.phrases
         )
         self.edits_logits |= bool(params.min_tokens or self.seen or self.counts)
         self.follow(list(output_token_ids))
+
+    def _restart(self) -> None:
+        """Without output tokens."""
+        params = self.params
+        self.num_outputs = 0
+        self._tail = self._prompt_tail
+        self.seen = _TokenCounts(self._prompt_ids) if params.repetition_penalty != 1.0 else None
+        self.counts = _TokenCounts() if params.presence_penalty or params.frequency_penalty else None
 
     @property
     def signed_key(self) -> int:
@@ -124,8 +136,12 @@ class SamplingState:
 
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Takes in those of a request's output tokens that it has not yet."""
-        for token_id in output_token_ids[self.num_outputs :]:
-            self.append(token_id)
+        try:
+            for token_id in output_token_ids[self.num_outputs :]:
+                self.append(token_id)
+        except BaseException:
+            self._restart()  # an interrupt may have left a token taken in by half
+            raise
 
     def append(self, token_id: int) -> None:
         """Takes in the next output token."""
@@ -138,9 +154,23 @@ class SamplingState:
             if self.counts is not None:
                 self.counts.add(token_id)
 
-    def uniform(self, ahead: int = 0) -> float:
-        """The draw for the output token after `ahead` more: 53 bits, in [0, 1)."""
-        return (_element(self.key, self.num_outputs + ahead) >> 11) * 2.0**-53
+    def after(self, token_id: int) -> SamplingState:
+        """This state as it would be with one more output token."""
+        copied = copy.copy(self)
+        if self.edits_logits:
+            copied.seen = None if self.seen is None else self.seen.copy()
+            copied.counts = None if self.counts is None else self.counts.copy()
+        copied.append(token_id)
+        return copied
+
+    def uniform(self, ahead: int = 0, stream: int = 0) -> float:
+        """The draw for the output token after `ahead` more: 53 bits, in [0, 1).
+
+        Args:
+            stream: which of several independent draws for that token; 0 is the one that chooses it.
+        """
+        key = _mix(self.key ^ stream) if stream else self.key
+        return (_element(key, self.num_outputs + ahead) >> 11) * 2.0**-53
 
     def banned_ids(self) -> Ids:
         """Tokens that cannot be chosen now, beside those outside `allowed_ids`."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from hookline.batch_processor import BatchProcessor
 from hookline.config import ResolvedConfig
+from hookline.errors import UsageError
 from hookline.execution.decode_step import DecodeStep, choose_tokens
 from hookline.execution.device_batch import DeviceBatch
 from hookline.execution.device_edits import edit_kinds
 from hookline.execution.device_runner import DeviceRunner
 from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Runner
+from hookline.execution.speculative_runner import SpeculativeRunner
 from hookline.execution.worst_case import measure_steps as measure
 from hookline.execution.worst_case import prefill_kinds
 from hookline.model import CacheTensors, TransformerModel
@@ -23,8 +26,38 @@ from hookline.model import CacheTensors, TransformerModel
 # Threads that compile kernels.
 _COMPILERS = 12
 
+# What checkpoints that think put around their thoughts.
+_THINK_TOKENS = ("<think>", "</think>")
+
 # What a graph keeps beside the tensors of its step: workspaces, its nodes.
 _GRAPH_OVERHEAD = 256 * 2**20
+
+
+def settle_speculation(
+    config: ResolvedConfig, model: TransformerModel, find_token: Callable[[str], int | None]
+) -> ResolvedConfig:
+    """`config` with what speculation needs of the tokenizer.
+
+    Raises:
+        UsageError: if the model has no draft of its own and should propose with it, or no tokens around its thoughts.
+    """
+    speculative = config.speculative
+    if speculative is None:
+        return config
+    if speculative.method == "mtp" and model.proposer is None:
+        raise UsageError(
+            f"{model.shapes.architecture} was loaded without a draft of its own, which the method mtp proposes with",
+            hint="Use --speculative-method ngram, which serves every model.",
+        )
+    if not speculative.use_relaxed_acceptance_for_thinking or speculative.think_token_ids is not None:
+        return config
+    begin, end = (find_token(text) for text in _THINK_TOKENS)
+    if begin is None or end is None:
+        raise UsageError(
+            f"relaxed acceptance is for thoughts, and the tokenizer has no {' and no '.join(_THINK_TOKENS)}",
+            hint="Give think_token_ids, or leave relaxed acceptance out.",
+        )
+    return replace(config, speculative=replace(speculative, think_token_ids=(begin, end)))
 
 
 def measure_steps(model: TransformerModel, config: ResolvedConfig) -> tuple[int, int] | None:
@@ -32,8 +65,10 @@ def measure_steps(model: TransformerModel, config: ResolvedConfig) -> tuple[int,
     if model.device.type != "cuda":
         return None
     _compile(model, config)
-    prefill, decode = measure(model, config.max_batch_tokens, config.max_running, config.block_size)
-    return prefill, decode + _GRAPH_OVERHEAD if config.cuda_graphs else 0
+    drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    rows = min(config.max_running * (1 + drafts), max(config.max_batch_tokens, config.max_running))
+    prefill, decode = measure(model, config.max_batch_tokens, rows, config.block_size)
+    return prefill, decode + _GRAPH_OVERHEAD if config.cuda_graphs and not drafts else 0
 
 
 def start_runner(
@@ -46,8 +81,10 @@ def start_runner(
 ) -> Runner:
     """The overlapped runner, with its graphs captured, where the options or the device ask for it; else the plain one.
 
-    A plugin whose batch processor makes its own tensors gets the plain one.
+    A plugin whose batch processor makes its own tensors gets the plain one, and speculation one of its own.
     """
+    if config.speculative is not None:
+        return SpeculativeRunner(model, processor, cache, config.speculative)
     is_cuda = model.device.type == "cuda"
     own_tensors = type(processor).prepare is not BatchProcessor.prepare
     if own_tensors or not (is_cuda if config.overlap is None else config.overlap):

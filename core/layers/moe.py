@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-if TYPE_CHECKING:
-    from hookline.model import ForwardBatch
 from hookline.layers.mlp import gated_mlp
 from hookline_kernels.grouped_gemm import grouped_linear_combine, grouped_linear_gated
 from hookline_kernels.linear import linear
 from hookline_kernels.moe_routing import RoutingRule, choose_experts, sort_by_expert
+
+if TYPE_CHECKING:
+    from hookline.model import ForwardBatch
 
 # Rows of the table of forced scores: a prime, so that tokens whose slots lie regularly have different rows.
 _ROWS = 8191

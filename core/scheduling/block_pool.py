@@ -281,3 +281,18 @@ class RequestBlocks:
             parent = keys[-1] if keys else self._root
             keys.append(sha256(parent + self._pack(*self.request.token_ids(start, start + size))).digest())
         return keys[index]
+
+
+def check_owners(pool: BlockPool, owners: Sequence[RequestBlocks]) -> None:
+    """Recount all blocks and their owners.
+
+    Raises:
+        BlockLedgerError: with the ledger, if a block is lost, or has owners that it must not have.
+    """
+    pool.check()
+    held = Counter(block_id for owner in owners for block_id in owner.request.block_table)
+    for block_id in range(pool.num_blocks):
+        count = pool.references(block_id)
+        if held[block_id] != count or (count > 1 and not pool.is_reusable(block_id)):
+            names = [owner.request.request_id for owner in owners if block_id in owner.request.block_table]
+            raise BlockLedgerError(f"block {block_id} has {count} references and stands in the tables of {names}")

@@ -85,6 +85,27 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculativeStep:
+    """What one step did for one output, where drafts are proposed.
+
+    Attributes:
+        num_drafts: how many drafts were verified.
+        num_accepted: how many of those were accepted; they come before `next_token`.
+        next_token: the token that the model chose itself.
+        drafts: what was proposed to come after it, for the next step to verify.
+    """
+
+    num_drafts: int
+    num_accepted: int
+    next_token: int
+    drafts: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {"num_accepted": self.num_accepted, "next_token": self.next_token, "drafts": list(self.drafts)}
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request; `cached_tokens` of the prompt came from the prefix cache."""
 
@@ -126,6 +147,7 @@ class CompletionOutput:
         stop_reason: the stop string or the stop token id that ended it, if one did.
         logprobs: one for each of `token_ids`, if asked for.
         cumulative_logprob: their sum, if asked for.
+        speculative: its steps so far, where drafts are proposed; an end may have cut the tokens of the last.
     """
 
     index: int
@@ -135,9 +157,10 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     cumulative_logprob: float | None = None
+    speculative: tuple[SpeculativeStep, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it; logprobs stand there only if they were asked for."""
+        """As JSON takes it; logprobs and the steps of speculation stand there only if they were asked for."""
         result: dict[str, Any] = {
             "token_ids": list(self.token_ids),
             "text": self.text,
@@ -148,6 +171,8 @@ class CompletionOutput:
             result["logprobs"] = [entry.to_dict() for entry in self.logprobs]
         if self.cumulative_logprob is not None:
             result["cumulative_logprob"] = _finite(self.cumulative_logprob)
+        if self.speculative is not None:
+            result["speculative"] = {"steps": [step.to_dict() for step in self.speculative]}
         return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hookline.scheduling.request import Request, ScheduledRequest
@@ -27,18 +28,21 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
 
-    def put(self, request: Request, count: int) -> None:
+    def put(self, request: Request, count: int, drafts: Sequence[int] = ()) -> None:
+        """Decide that the next `count` tokens of a request run, and `drafts` behind them."""
         start = request.computed_tokens
-        part = ScheduledRequest(request, start, count, start + count == request.num_tokens)
+        part = ScheduledRequest(request, start, count + len(drafts), start + count == request.num_tokens, drafts)
+        count = part.count
         (self.ones if count == 1 else self.chunks).append(part)
         self.budget -= count
         self.samples += part.samples
 
     def drop(self, request: Request) -> None:
         """Take back a decode that was decided already, for its request was preempted."""
-        for index, part in enumerate(self.ones):
-            if part.request is request:
-                del self.ones[index]
-                self.budget += 1
-                self.samples -= part.samples
-                return
+        for parts in (self.ones, self.chunks):
+            for index, part in enumerate(parts):
+                if part.request is request:
+                    del parts[index]
+                    self.budget += part.count
+                    self.samples -= part.samples
+                    return

@@ -42,6 +42,7 @@ class Request:
         output_token_ids: tokens chosen so far, a stop token included; preemption never drops them.
         finish_reason: set once, when the status becomes FINISHED.
         stop_token_id: the token that ended the output, if one did.
+        draft_token_ids: proposed to follow `output_token_ids`, for the next step to verify; no tokens of the request.
         computed_tokens: tokens, from the first, whose cache is filled, by the steps in flight as well.
         pending_tokens: tokens that steps in flight choose: they are there, but not known yet.
         cached_tokens: of those, how many came from the prefix cache when the request was first scheduled.
@@ -62,6 +63,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    draft_token_ids: Sequence[int] = ()
     computed_tokens: int = 0
     pending_tokens: int = 0
     cached_tokens: int = 0
@@ -89,6 +91,17 @@ class Request:
             return self.output_token_ids[start - prompt : stop - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
 
+    def find_end(self, count: int) -> FinishReason | None:
+        """Why the request ends with one of its last `count` output tokens, if it does; those after it are dropped."""
+        output = self.output_token_ids
+        for index in range(len(output) - count, len(output)):
+            stops = output[index] in self.end_token_ids and index >= self.params.min_tokens
+            if stops or index + 1 == self.max_output_tokens:
+                self.stop_token_id = output[index] if stops else None
+                del output[index + 1 :]
+                return FinishReason.STOP if stops else FinishReason.LENGTH
+        return None
+
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
@@ -97,13 +110,15 @@ class ScheduledRequest:
     Not frozen: hundreds are made each step, and a frozen one takes four times as long.
 
     Attributes:
-        samples: whether the last of them is the request's last token, so that the step yields a new one.
+        samples: whether the request's last token is among them, so that the step yields a new one.
+        drafts: the last of the `count` tokens, which the step verifies; it yields one more than it accepts.
     """
 
     request: Request
     start: int
     count: int
     samples: bool
+    drafts: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,11 +12,12 @@ with it, one after the other, all.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from hookline.errors import InvalidRequestError
 from hookline.scheduling.admission import most_new_tokens
-from hookline.scheduling.block_pool import BlockLedgerError, BlockPool, RequestBlocks
+from hookline.scheduling.block_pool import BlockPool, RequestBlocks, check_owners
 from hookline.scheduling.plan import Plan
 from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch, ScheduledRequest
 from hookline.scheduling.steady import SteadyBatch, SteadyDecode
@@ -40,6 +41,7 @@ class Scheduler:
         max_in_flight: most steps that are scheduled and not updated.
         admit_together: while others run, requests are let in when there is room for so many, or `ADMIT_AFTER` steps
             after the first could have come: steps of decodes alone can be far cheaper than those with a prefill.
+        lookahead: tokens behind those of a step for which each request in it has places in the cache as well.
         max_chunk_tokens: most tokens of one request in a step; None leaves the budget alone to decide.
         preempt_every: fault switch for tests: preempt the last-come request every so many steps, whether blocks are
             short or not, unless it has gained no computed token since it was preempted last.
@@ -54,6 +56,7 @@ class Scheduler:
         max_model_len: int,
         max_in_flight: int = 1,
         admit_together: int = 1,
+        lookahead: int = 0,
         max_chunk_tokens: int | None = None,
         preempt_every: int | None = None,
     ) -> None:
@@ -64,6 +67,7 @@ class Scheduler:
         self._max_in_flight = max_in_flight
         self._admit_together = admit_together
         self._steps_held = 0
+        self._lookahead = lookahead
         self._max_chunk_tokens = min(max_chunk_tokens or max_batch_tokens, max_batch_tokens)
         self._preempt_every = preempt_every
         self._steps_to_preemption = preempt_every or 0
@@ -92,6 +96,11 @@ class Scheduler:
         """Requests that hold blocks and have not ended."""
         return len(self._running)
 
+    @property
+    def in_flight(self) -> Sequence[ScheduledBatch]:
+        """Steps that were scheduled and not updated, lost or retracted, the oldest first; a view."""
+        return self._in_flight
+
     def add(self, request: Request) -> None:
         """Put a request at the end of the waiting ones.
 
@@ -108,6 +117,7 @@ class Scheduler:
             max_tokens=request.params.max_tokens,
             context=min(request.max_total_tokens, self._max_model_len),
             pool=self._pool,
+            lookahead=self._lookahead,
         )
         self._owners[request.request_id] = RequestBlocks(self._pool, request)
         self._waiting[request.request_id] = request
@@ -132,8 +142,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step: decodes, then running prefills, then requests that come in, under the token budget.
 
-        The batch is empty only when there is no request, or every one waits for a step in flight. Blocks for all its
-        tokens are in the block tables.
+        The batch is empty only when there is no request, or every one waits for a step in flight, or is held back for
+        others while one does. Blocks for all its tokens are in the block tables.
 
         Raises:
             SchedulerError: if as many steps are in flight as may be.
@@ -217,12 +227,14 @@ class Scheduler:
             request = part.request
             request.pending_tokens -= part.samples
             if request.status is not finished:
-                computed = part.start + part.count
+                output, computed = request.output_token_ids, part.start + part.count
+                output += tokens
+                if part.drafts:
+                    computed -= len(part.drafts) + 1 - len(tokens)
+                    request.computed_tokens, request.draft_token_ids = computed, ()
                 # One that was preempted meanwhile holds no blocks now; its token is as good as any.
                 if computed % block_size < part.count and request.status is running:
                     self._owners[request.request_id].register(computed)
-                output = request.output_token_ids
-                output += tokens
                 if len(output) >= request.max_output_tokens or not request.end_token_ids.isdisjoint(tokens):
                     tokens = self._end_by_token(request, tokens)
             else:
@@ -264,19 +276,8 @@ class Scheduler:
         self._release_leaving(batch)
 
     def check(self) -> None:
-        """Recount all blocks and their owners.
-
-        Raises:
-            BlockLedgerError: with the ledger, if a block is lost, or has owners that it must not have.
-        """
-        self._pool.check()
-        owners = [*self._owners.values(), *(owner for owner, _ in self._leaving)]
-        held = Counter(block_id for owner in owners for block_id in owner.request.block_table)
-        for block_id in range(self._pool.num_blocks):
-            count = self._pool.references(block_id)
-            if held[block_id] != count or (count > 1 and not self._pool.is_reusable(block_id)):
-                names = [owner.request.request_id for owner in owners if block_id in owner.request.block_table]
-                raise BlockLedgerError(f"block {block_id} has {count} references and stands in the tables of {names}")
+        """Recount all blocks and their owners: see `check_owners`."""
+        check_owners(self._pool, [*self._owners.values(), *(owner for owner, _ in self._leaving)])
 
     def _schedule_decodes(self, plan: Plan) -> list[Request]:
         """One token for each running request that has just one to compute; returns the others.
@@ -308,12 +309,17 @@ class Scheduler:
             count = min(request.num_tokens - start, plan.budget, self._max_chunk_tokens)
             if count < 1:
                 raise SchedulerError(f"request {request.request_id!r} got no token from the step that sampled for it")
-            missing = self._pool.blocks_for(start + count) - len(request.block_table)
-            if missing > 0:
-                self._take_blocks(plan, request, missing)
-                count = min(count, len(request.block_table) * self._pool.block_size - start)
+            count = self._make_room(plan, request, count)
             if count > 0:
                 plan.put(request, count)
+
+    def _make_room(self, plan: Plan, request: Request, count: int) -> int:
+        """Give a request blocks for its next `count` tokens. Returns for how many of them it has blocks now."""
+        pool, table, end = self._pool, request.block_table, request.computed_tokens + self._lookahead
+        while (missing := pool.blocks_for(end + count) - len(table)) > 0:
+            if not self._take_blocks(plan, request, missing) or len(table) * pool.block_size > end:
+                break
+        return max(0, min(count, len(table) * pool.block_size - end))
 
     def _admit(self, plan: Plan) -> None:
         """Let waiting requests in, in order, while there is budget and room.
@@ -338,11 +344,12 @@ class Scheduler:
             # Logits of the whole prompt are wanted, so all of it has to run.
             prefix = owner.match_prefix() if request.params.prompt_logprobs is None else []
             room -= sum(pool.references(block_id) == 0 for block_id in prefix)
-            if room < (pool.blocks_for(request.num_tokens) - len(prefix) if request.preemptions else 1):
+            start, ahead = len(prefix) * pool.block_size, self._lookahead
+            least = request.num_tokens - start if request.preemptions else 1
+            if room < pool.blocks_for(least + ahead):
                 return
-            start = len(prefix) * pool.block_size
             count = min(request.num_tokens - start, plan.budget, self._max_chunk_tokens)
-            blocks = min(pool.blocks_for(start + count) - len(prefix), room)
+            blocks = min(pool.blocks_for(count + ahead), room)
             owner.take_prefix(prefix)
             owner.extend(blocks)
             del self._waiting[request.request_id]
@@ -353,7 +360,7 @@ class Scheduler:
             if request.preemptions == 0:
                 request.cached_tokens = start
             plan.admitted.append(request)
-            plan.put(request, min(count, blocks * pool.block_size))
+            plan.put(request, min(count, blocks * pool.block_size - ahead))
 
     def _is_in_flight(self, request: Request) -> bool:
         return any(part.request is request for batch in self._in_flight for part in batch.requests)
@@ -377,6 +384,7 @@ class Scheduler:
         request.preemptions += 1
         request.preempted_at = max(request.preempted_at, request.computed_tokens)
         request.computed_tokens = 0
+        request.draft_token_ids = ()
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
         plan.preempted.append(request)
@@ -392,16 +400,10 @@ class Scheduler:
 
     def _end_by_token(self, request: Request, tokens: list[int]) -> list[int]:
         """End a request whose new tokens may hold its end. Returns the tokens that it keeps."""
-        output = request.output_token_ids
-        before = len(output) - len(tokens)
-        for index, token in enumerate(tokens):
-            stops = token in request.end_token_ids and before + index >= request.params.min_tokens
-            if stops or before + index + 1 == request.max_output_tokens:
-                del output[before + index + 1 :]
-                request.stop_token_id = token if stops else None
-                self._end(request, FinishReason.STOP if stops else FinishReason.LENGTH)
-                return tokens[: index + 1]
-        return tokens
+        before = len(request.output_token_ids) - len(tokens)
+        if (reason := request.find_end(len(tokens))) is not None:
+            self._end(request, reason)
+        return request.output_token_ids[before:]
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         owner = self._owners.pop(request.request_id)

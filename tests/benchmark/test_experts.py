@@ -11,10 +11,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from hookline.benchmark.costs import _num_weights
 from hookline.benchmark.experts import DistinctExperts, count_experts
 from hookline.benchmark.setup import Bench
 from hookline.benchmark.workload import Lengths
 from hookline.cli.main import engine as command
+from hookline_kernels.grouped_gemm import pack_expert_weight
+from hookline_kernels.quantized import QuantizedTensor
 from tests.benchmark.conftest import start_bench, tiny_config
 
 EXPERTS, PER_TOKEN, WIDTH = 8, 2, 16
@@ -62,8 +65,33 @@ def test_experts_of_a_decode_step_are_counted_and_nothing_is_left_behind() -> No
         assert model.moe is watching and {layer for layer, _ in used} == {0, 1, 2}, "prefills are not counted"
 
 
+# Of an architecture with experts, but by its config no layer has any.
+ALL_DENSE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": PER_TOKEN,
+    "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": WIDTH,
+    "mlp_only_layers": [0, 1],
+}
+
+
 def test_a_model_without_experts_has_none_to_count(bench: Bench) -> None:
     assert count_experts(bench.engine, 2, Lengths(9, 4)) is None
+    dense = start_bench(**ALL_DENSE)
+    with dense.engine as engine:
+        assert engine.loaded.opened.model.shapes.num_layers == 2
+        assert count_experts(engine, 2, Lengths(9, 4)) is None
+        assert dense.costs.step_bytes(5) == dense.costs.layer_bytes + dense.costs.head_bytes
+
+
+def test_packed_experts_have_as_many_weights_as_plain_ones() -> None:
+    experts, rows, inner = 3, 64, 96
+    codes = torch.zeros((experts, rows, inner), dtype=torch.int8)
+    weight = QuantizedTensor(codes, torch.ones(experts, rows, inner // 32).half(), None)
+    packed = pack_expert_weight(weight, dtype=torch.float32)
+    assert packed.numel() == weight.numel() or packed.dtype == torch.uint8
+    assert _num_weights(packed) == _num_weights(torch.empty(weight.shape)) == experts * rows * inner
 
 
 def test_costs_are_those_of_the_experts() -> None:
@@ -73,7 +101,7 @@ def test_costs_are_those_of_the_experts() -> None:
         assert (costs.num_experts, costs.experts_per_token) == (EXPERTS, PER_TOKEN)
         assert costs.expert_weights == 3 * EXPERTS * 3 * WIDTH * 64
         # Beside the experts a token passes the router.
-        dense = start_bench(**FIELDS | {"architectures": ["LlamaForCausalLM"]})
+        dense = start_bench(**FIELDS | {"architectures": ["LlamaForCausalLM"], "num_local_experts": None})
         with dense.engine:
             mlps = 3 * 3 * WIDTH * 64
             assert costs.layer_weights == dense.costs.layer_weights - mlps + 3 * EXPERTS * 64
@@ -92,8 +120,12 @@ def test_routing_is_forced_by_an_option(routing: str, config: Path, tmp_path: Pa
     assert f"Routing {routing}: " in result.stdout and "distinct experts" in result.stdout
 
 
-def test_routing_is_refused_where_there_is_nothing_to_route(config_file: Path) -> None:
-    result = run(config_file, "--routing", "uniform")
-    assert result.exit_code == 2
-    assert "has no experts" in result.stderr
+def test_routing_is_refused_where_there_is_nothing_to_route(config_file: Path, tmp_path: Path) -> None:
+    dense = tmp_path / "dense.json"
+    dense.write_text(json.dumps(tiny_config(**ALL_DENSE)))
+    for path in (config_file, dense):
+        result = run(path, "--routing", "uniform")
+        assert result.exit_code == 2
+        assert "has no experts" in result.stderr
+    assert run(dense).exit_code == 0
     assert run(config_file, "--routing", "sideways").exit_code == 2

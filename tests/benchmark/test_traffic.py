@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hookline.benchmark.setup import Bench
 from hookline.benchmark.traffic import _launches, _Recorder, decode_traffic
@@ -55,6 +56,8 @@ def test_of_experts_only_those_that_are_chosen_count() -> None:
     assert recorder.products == 4 * (4 * 3 * 16 + 4 * 3 * 8) + 512 + 4 * (3 * 16 + 8 * 16 + 3 * 8)
     recorder.launched("grouped", (x, experts))
     assert recorder.kernels["grouped"] == 4 * 4 * 3 * 16 + 512
+    recorder.launched("by tma", [TensorDescriptor.from_tensor(each, [1, 1, 16]) for each in (x, experts, x)])
+    assert recorder.kernels["by tma"] == recorder.kernels["grouped"]
 
 
 @pytest.mark.gpu

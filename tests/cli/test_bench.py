@@ -109,7 +109,7 @@ def test_a_checkpoint_is_measured_too(tiny_llama: Path, tmp_path: Path) -> None:
         (("latency", "--shape", "llama-8b", "--profile", "no/such/folder/x.json"), 2, "--profile"),
         (("latency", "--shape", "llama-8b", "--batch", "0"), 2, "--batch"),
         (("latency", "--shape", "llama-70b", "--device", "cpu", "--dtype", "float32"), 6, "The weights take"),
-        (("serve", "--shape", "llama-8b"), 2, "--rate"),
+        (("serve", "--shape", "llama-8b"), 2, "no --rate"),
         (("serve", "--shape", "llama-8b", "--rate", "0"), 2, "--rate is 0.0"),
         (("nothing",), 2, "No such command"),
     ],

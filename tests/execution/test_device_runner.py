@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,96 @@ def test_an_interrupt_loses_nothing(folder: Path, where: str, options: dict[str,
         assert results([outputs[name] for name in names]) == want
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["before launch", "after launch", "in launch", "after collect"])
+def test_an_interrupt_between_verbs_loses_nothing(folder: Path, where: str, overlap: bool) -> None:
+    many, long = PROMPTS[:4], SamplingParams(max_tokens=15, temperature=0.9, seed=3, repetition_penalty=1.2)
+    with engine(folder, False) as run:
+        want = results(run.generate(many, long))
+    with engine(folder, overlap) as run:
+        owner, name = {
+            "before launch": (run._outputs, "note_scheduled"),
+            "after launch": (run, "_launch"),
+            "in launch": (run._flights, "append"),
+            "after collect": (run._runner, "collect"),
+        }[where]
+        original, calls = getattr(owner, name), 0
+
+        def interrupted(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = original(*arguments)
+            if calls in (2, 7, 8):
+                raise KeyboardInterrupt
+            return result
+
+        if where == "in launch":
+            run._flights = Flights(interrupted)
+            original = super(Flights, run._flights).append
+        else:
+            setattr(owner, name, interrupted)
+        names, outputs, interrupts = [run.add_request(prompt, long) for prompt in many], {}, 0
+        while run.has_work:
+            try:
+                outputs |= {output.request_id: output for output in run.step()}
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 3
+        assert results([outputs[name] for name in names]) == want
+        run.scheduler.check()
+        assert run.pool.num_referenced == 0
+
+
+class Flights(deque[Any]):
+    """Steps in flight whose `append` can be watched."""
+
+    def __init__(self, append: Callable[..., Any]) -> None:
+        super().__init__()
+        self.append = append  # type: ignore[method-assign]
+
+
+def test_interrupted_at_any_line_of_launch(folder: Path) -> None:
+    """Once in each round, after more and more lines, in steps of all kinds."""
+    many, params = PROMPTS[:3], [SamplingParams(max_tokens=9, seed=3), PARAMS[1], EDITED[0]]
+    with engine(folder, False) as run:
+        want = results(run.generate(many, params))
+    with engine(folder, True, max_batch_tokens=12) as run:
+        launch, left, interrupts = run._runner.launch, 0, 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if "hookline" not in frame.f_globals["__name__"]:
+                return None
+            left -= event == "line"
+            if left == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        def traced(*arguments: Any) -> Any:
+            if left <= 0:
+                return launch(*arguments)
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                return launch(*arguments)
+            finally:
+                sys.settrace(before)
+
+        run._runner.launch = traced  # type: ignore[method-assign]
+        for first in range(5, 1200, 120):
+            left = first
+            names, outputs = [run.add_request(*each) for each in zip(many, params, strict=True)], {}
+            while run.has_work:
+                try:
+                    outputs |= {output.request_id: output for output in run.step()}
+                except KeyboardInterrupt:
+                    interrupts += 1
+            assert results([outputs[name] for name in names]) == want, first
+        assert interrupts == 10
+        run.scheduler.check()
+        assert run.pool.num_referenced == 0
+
+
 def test_a_lost_step_ends_its_own_requests(folder: Path) -> None:
     with engine(folder, True, max_running=2) as run:
         runner, calls = run._runner, 0
@@ -172,6 +264,33 @@ def test_a_lost_step_ends_its_own_requests(folder: Path) -> None:
         assert "the device is gone" in str(found[0].error)
         run.scheduler.check()
         assert run.pool.num_referenced == 0
+
+
+def test_a_lost_first_step_does_not_look_like_a_full_cache(folder: Path) -> None:
+    """Nothing is in flight then and nothing to report, but the other continuation only waits for its turn."""
+    with engine(folder, True, max_running=1) as run:
+        launch, calls = run._runner.launch, 0
+
+        def failing(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise RuntimeError("the device is gone")
+            return launch(*arguments)
+
+        run._runner.launch = failing  # type: ignore[method-assign]
+        (found,) = run.generate(PROMPTS[1], SamplingParams(max_tokens=4, n=2, ignore_eos=True))
+        assert [one.finish_reason for one in found.outputs] == ["error", "length"]
+
+
+def test_blocks_of_a_surplus_step_are_there_for_who_drives_by_hand(folder: Path) -> None:
+    with engine(folder, True, kv_cache_memory=2**16, max_model_len=None) as run:
+        first = run.generate(PROMPTS[3], SamplingParams(max_tokens=6, ignore_eos=True))[0].outputs[0].token_ids
+        run.generate(PROMPTS[3], SamplingParams(max_tokens=30, stop_token_ids=(first[3],)))
+        assert run.pool.num_referenced > 0, "no step was launched ahead"
+        whole = run.pool.num_blocks
+        assert run.query("a", 10**6, whole)[1] == whole
+        assert run.put(["a"], [[1] * (whole * run.pool.block_size)]).shape[0] == 1
 
 
 def test_logits_that_are_no_numbers_end_their_own_request(folder: Path) -> None:

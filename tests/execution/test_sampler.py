@@ -357,3 +357,26 @@ def test_leaves_its_arguments_alone_and_checks_the_shape() -> None:
         sampler.sample(logits, states[:1])
     with pytest.raises(UsageError, match=r"expected \(2, 63\)"):
         Sampler(63).sample(logits, states)
+
+
+def test_an_interrupt_leaves_no_token_taken_in_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"repetition_penalty": 1.5, "frequency_penalty": 0.5}
+    state, tokens = make_state(64, 0, **options), [5, 9, 5, 2]
+    state.follow(tokens[:2])
+    assert state.counts is not None
+    add, rest = type(state.counts).add, [None, None, KeyboardInterrupt]
+
+    def interrupted(counts: Any, token_id: int) -> None:
+        add(counts, token_id)
+        error = rest.pop(0) if rest else None
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(type(state.counts), "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        state.follow(tokens)
+    state.follow(tokens)
+    want, logits = make_state(64, 0, **options), make_logits(1, 64, seed=0)
+    want.follow(tokens)
+    assert state.counts.ids.tolist() == [5, 9, 2] and state.counts.counts.tolist() == [2.0, 1.0, 1.0]
+    assert Sampler(64).sample(logits, [state]) == Sampler(64).sample(logits, [want])

@@ -125,6 +125,15 @@ def test_among_equals_the_lower_expert_is_chosen() -> None:
     assert torch.equal(chosen[:, 0].long(), expected)
 
 
+def test_logits_are_not_rounded_to_a_short_type() -> None:
+    """Rounded to bf16, 256.5 would be 256, and the lower expert would be chosen."""
+    w = Weights(*(each.bfloat16() for each in dataclasses.astuple(make_weights(3))))
+    w.gate.zero_()
+    w.gate[:2, 0], w.gate[1, 1] = 256.0, 0.5
+    moe = MoE(rule=dataclasses.replace(SOFTMAX, top_k=1), num_experts=3, activation="silu")
+    assert routes(moe, torch.ones(2, MODEL).bfloat16(), w).tolist() == [[1], [1]]
+
+
 def test_routes_and_values_are_the_same_in_every_run() -> None:
     x, w = make_input(11), make_weights(8)
     w.gate[5] = w.gate[2]
@@ -144,7 +153,9 @@ def test_shared_experts_plain_and_gated() -> None:
     gated = plain * (x.double() @ gate.double().T).sigmoid()
     assert torch.allclose(shared_expert(x, w.mlp_1[0], w.mlp_2[0], "silu", gate).double(), gated, atol=1e-4)
     half = [tensor.bfloat16() for tensor in (x, w.mlp_1[0], w.mlp_2[0], gate)]
-    assert shared_expert(*half[:3], "silu", half[3]).dtype == torch.bfloat16
+    found = shared_expert(*half[:3], "silu", half[3])
+    weight = (half[0].float() @ half[3].float().T).sigmoid()  # neither it nor its logit is rounded
+    assert torch.equal(found, (shared_expert(*half[:3], "silu") * weight).bfloat16())
 
 
 def forward_batch(lengths: list[int], blocks: list[int], size: int = 16) -> Any:
@@ -172,6 +183,10 @@ def test_uniform_routing_is_independent_of_the_router_and_of_neighbours() -> Non
     assert not torch.equal(routes(moe, make_input(600), w, batch, layer=1), chosen)
     alone = forward_batch([1], [3])
     assert torch.equal(routes(moe, make_input(1), w, alone), chosen[:1])
+    bias = torch.zeros(16).index_fill_(0, torch.tensor([5, 6]), 9.0)
+    assert torch.equal(
+        run(moe, make_input(9), w, forward_batch([9], [3]), bias), run(moe, make_input(9), w, forward_batch([9], [3]))
+    )
 
 
 def test_correlated_routing_is_a_requests_own() -> None:
@@ -206,7 +221,7 @@ class Ranked(MoETransformerModel):
     def compute_logits(self, hidden: torch.Tensor) -> Any: ...
 
 
-def ranked(parallel: Parallel) -> Ranked:
+def ranked(parallel: Parallel, dtype: Any = "float32") -> Ranked:
     config = MoETransformerConfig(
         architecture="X",
         num_layers=1,
@@ -224,7 +239,7 @@ def ranked(parallel: Parallel) -> Ranked:
         expert_intermediate_size=FEED,
         shared_intermediate_size=3 * FEED,
     )
-    return Ranked(config, resolve(EngineConfig("x"), "cpu", "float32"), parallel)
+    return Ranked(config, resolve(EngineConfig("x"), "cpu", dtype), parallel)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -257,6 +272,15 @@ def test_biases_and_expert_parts_of_ranks() -> None:
     shared = torch.randn(6 * FEED, MODEL)  # gate above up: a rank has rows of both
     expected = torch.cat([shared[3 * half : 3 * FEED], shared[3 * FEED + 3 * half :]])
     assert torch.equal(model.transform_mlp_1_param(shared), expected)
+
+
+def test_a_correction_bias_stays_in_fp32() -> None:
+    """Whatever the model's type: rounded, it would change the choice."""
+    model = ranked(Parallel(), "bfloat16")
+    bias = 1 + torch.arange(4.0) * 1e-4
+    assert torch.equal(model.transform_moe_gate_param(bias), bias)
+    assert model.transform_moe_gate_param(bias.double()).dtype == torch.float32
+    assert model.transform_moe_gate_param(torch.zeros(4, MODEL)).dtype == torch.bfloat16
 
 
 def experts_of(x: torch.Tensor, w: Weights, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Random scripts for the scheduler, a ledger check after each event, and a cache that tells whose tokens it holds.
 
 The model here chooses each token from all tokens before it, as read from its cache. So a request's output is known
-beforehand, and a block that is shared, used again or given away wrongly shows at once.
+beforehand, and a block that is shared, used again or given away wrongly shows at once. In some of the scripts requests
+have drafts, right and wrong ones: what rejected drafts and looking ahead leave in the cache is rubbish.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import pytest
 from hookline.errors import InvalidRequestError
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.block_pool import BlockPool
-from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch
+from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch, ScheduledRequest
 from hookline.scheduling.scheduler import Scheduler
+from hookline.scheduling.speculative import SpeculativeScheduler
 
 SCRIPTS, EVENTS, GROUPS = 1_000, 100, 10
 VOCABULARY, EOS = 5, 4
+RUBBISH = -3
 EXPECTED_EVENTS = (
+    *("accepted all", "accepted none", "accepted some", "draft past the end", "drafts cut", "drafts in a mixed batch"),
+    *("preempted with drafts", "prefix hit of drafts", "retracted drafts"),
     "abort computed in flight",
     "abort decoding",
     "abort in flight",
@@ -80,6 +85,10 @@ class Followed:
                 break
         self.ended_with: FinishReason | None = None
 
+    def continued(self, start: int, count: int) -> list[int]:
+        """`count` tokens of the answer from `start` on; past its end the model goes on with zeros."""
+        return [*self.answer[start : start + count], *[0] * count][:count]
+
     def digest_at(self, position: int) -> int:
         """What the cache holds there; past the answer's end one for all, for those tokens are dropped."""
         return self.digests[position] if position < len(self.digests) else -2
@@ -99,14 +108,18 @@ class Simulation:
         self.block_size = rng.choice((1, 2, 3, 4, 8))
         self.pool = BlockPool(rng.randint(2, 24), self.block_size, prefix_caching=rng.random() < 0.85)
         self.natural = rng.random() < 0.7
+        self.max_drafts = rng.choice((0, 0, 0, 1, 2, 5))
+        self.lookahead = rng.choice((0, self.max_drafts))
         self.max_model_len = rng.randint(2, 60)
         if rng.random() < 0.8:
-            self.max_model_len = max(2, min(self.max_model_len, self.pool.num_blocks * self.block_size))
+            room = self.pool.num_blocks * self.block_size - self.lookahead
+            self.max_model_len = max(2, min(self.max_model_len, room))
         self.max_batch_tokens = rng.randint(1, 40)
-        self.depth = rng.choice((1, 1, 2, 3))
+        self.depth = 1 if self.max_drafts else rng.choice((1, 1, 2, 3))
         self.flights: deque[tuple[ScheduledBatch, list[list[int]]]] = deque()
-        self.scheduler = Scheduler(
+        self.scheduler = (SpeculativeScheduler if self.max_drafts else Scheduler)(
             self.pool,
+            lookahead=self.lookahead,
             max_in_flight=self.depth,
             max_batch_tokens=self.max_batch_tokens,
             max_running=rng.randint(1, 8),
@@ -197,6 +210,7 @@ class Simulation:
         if not self.quiet and self.rng.random() < 0.01:
             self.scheduler.retract(batch)
             self.seen["retracted step"] += 1
+            self.seen["retracted drafts"] += any(part.drafts for part in batch.requests)
             return
         self.flights.append((batch, sampled))
         if self.depth == 1:
@@ -209,6 +223,16 @@ class Simulation:
         self.seen["update after preemption"] += any(waiting)
         results = self.scheduler.update(batch, sampled)
         assert [request for request, _ in results] == [part.request for part in batch.requests if part.samples]
+        if isinstance(self.scheduler, SpeculativeScheduler):
+            self.scheduler.take_drafts(batch, [self.propose(request) for request, _ in results])
+            assert all(not f.request.draft_token_ids for f in self.live() if not f.request.block_table)
+
+    def propose(self, request: Request) -> list[int]:
+        """Some of the tokens that come next, and from some place on others."""
+        followed, count = self.followed[request.request_id], self.rng.randint(0, self.max_drafts)
+        drafts = followed.continued(len(request.output_token_ids), count)
+        wrong = self.rng.randint(0, count) if self.rng.random() < 0.6 else count
+        return drafts[:wrong] + [(token + 1) % VOCABULARY for token in drafts[wrong:]]
 
     def look_at(self, batch: ScheduledBatch, oldest: Followed) -> None:
         parts = batch.requests
@@ -216,7 +240,10 @@ class Simulation:
         assert batch.num_decodes == sum(part.count == 1 for part in parts)
         assert batch.num_tokens == sum(part.count for part in parts) <= self.max_batch_tokens
         assert all(part.count >= 1 and part.start + part.count == part.request.computed_tokens for part in parts)
-        assert all(len(p.request.block_table) == self.pool.blocks_for(p.start + p.count) for p in parts), "hoarding"
+        for part in parts:
+            end, held = part.start + part.count + self.lookahead, len(part.request.block_table)
+            most = max(end, part.request.num_tokens + self.max_drafts + self.lookahead) if self.max_drafts else end
+            assert self.pool.blocks_for(end) <= held <= self.pool.blocks_for(most), "too few blocks, or hoarding"
         assert len({part.request for part in parts}) == len(parts)
         if self.natural and not self.flights:
             assert oldest.request in [part.request for part in parts], "the oldest request does not move"
@@ -224,32 +251,58 @@ class Simulation:
         self.seen["preempted twice"] += any(request.preemptions > 1 for request in batch.preempted)
         self.seen["mixed batch"] += 0 < batch.num_decodes < len(parts)
         self.seen["chunk"] += any(not part.samples for part in parts)
+        drafting = [part for part in parts if part.drafts]
+        assert all(part.samples for part in drafting)
+        self.seen["drafts in a mixed batch"] += any(not part.samples for part in parts) and bool(drafting)
+        self.seen["drafts cut"] += any(len(p.drafts) < len(p.request.draft_token_ids) for p in parts)
+        if self.max_drafts:
+            self.seen["preempted with drafts"] += any(request.output_token_ids for request in batch.preempted)
 
     def compute(self, batch: ScheduledBatch) -> list[list[int]]:
         """All parts write their places, then all read their context; returns the tokens of the parts that sample."""
         size = self.block_size
         for part in batch.requests:
             followed = self.followed[part.request.request_id]
-            for position in range(part.start, part.start + part.count):
+            right = part.start + part.count - len(part.drafts) + self.accepted(part)
+            for position in range(part.start, part.start + part.count + self.lookahead):
                 block_id = part.request.block_table[position // size]
                 assert self.pool.references(block_id) == 1 and not self.pool.is_reusable(block_id), "shared and written"
-                self.cache[block_id * size + position % size] = followed.digest_at(position)
+                value = followed.digest_at(position) if position < right else RUBBISH
+                self.cache[block_id * size + position % size] = value
         sampled = []
         for part in batch.requests:
             followed = self.followed[part.request.request_id]
-            context = part.start + part.count
+            accepted = self.accepted(part)
+            context = part.start + part.count - len(part.drafts)
             read = [value for i in part.request.block_table for value in self.cache[i * size : (i + 1) * size]]
-            expected = [followed.digest_at(position) for position in range(context)]
-            assert read[:context] == expected, f"{part.request.request_id} reads another's cache"
+            expected = [followed.digest_at(position) for position in range(context + accepted)]
+            assert read[: context + accepted] == expected, f"{part.request.request_id} reads another's cache"
             assert part.samples == (context == part.request.num_tokens - part.samples)
             if part.samples:
                 done = len(part.request.output_token_ids) + part.request.pending_tokens - 1
                 self.seen["surplus token"] += done >= len(followed.answer)
-                count = self.rng.choice((1, 1, 1, 2, 3)) if self.depth == 1 else 1
-                self.seen["several tokens"] += count > 1
-                beyond = followed.answer[done : done + count]
-                sampled.append([] if part.request.status is RequestStatus.FINISHED else [*beyond, 0][: max(1, count)])
+                count = self.rng.choice((1, 1, 1, 2, 3)) if self.depth == 1 and not self.max_drafts else 1 + accepted
+                self.seen["several tokens"] += count > 1 and not self.max_drafts
+                beyond = followed.continued(done, count)
+                if not self.max_drafts:
+                    beyond = [*followed.answer[done : done + count], 0][:count]
+                sampled.append([] if part.request.status is RequestStatus.FINISHED else beyond)
+                self.note_accepted(part, accepted, done + 1 + accepted > len(followed.answer))
         return sampled
+
+    def accepted(self, part: ScheduledRequest) -> int:
+        """How many of its drafts the model chooses itself."""
+        done = len(part.request.output_token_ids)
+        right = self.followed[part.request.request_id].continued(done, len(part.drafts))
+        equal = [draft == token for draft, token in zip(part.drafts, right, strict=True)]
+        return equal.index(False) if False in equal else len(equal)
+
+    def note_accepted(self, part: ScheduledRequest, accepted: int, beyond: bool) -> None:
+        if part.drafts:
+            which = "all" if accepted == len(part.drafts) else "some" if accepted else "none"
+            self.seen[f"accepted {which}"] += 1
+            self.seen["draft past the end"] += accepted > 0 and beyond
+            self.seen["prefix hit of drafts"] += part.request.cached_tokens > 0
 
     def abort_rarely(self) -> int:
         return self.abort() if not self.quiet and self.rng.random() < 0.05 else 0

@@ -1,0 +1,75 @@
+"""Steps that verify drafts: a request's next token and the drafts behind it run together.
+
+Of K drafts n are accepted, and the step yields n + 1 tokens. The cache of the K - n others is written over by the next
+step before anything reads it, so the scheduler only counts the accepted ones as computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hookline.scheduling.block_pool import BlockPool
+from hookline.scheduling.plan import Plan
+from hookline.scheduling.request import Request, RequestStatus, ScheduledBatch
+from hookline.scheduling.scheduler import Scheduler, SchedulerError
+
+
+class SpeculativeScheduler(Scheduler):
+    """A scheduler whose requests may have drafts.
+
+    Drafts never cost a request its place: every running request gets its one token first, budget and blocks that are
+    left go to drafts, and no request is preempted for them. Those that do not fit are dropped.
+
+    Args:
+        pool: the cache blocks.
+        lookahead: places that the proposer writes to behind a request's tokens, at most D for D drafts.
+        options: of `Scheduler`; only one step may be in flight.
+    """
+
+    def __init__(self, pool: BlockPool, *, lookahead: int = 0, **options: Any) -> None:
+        super().__init__(pool, lookahead=lookahead, **options)
+        if self._max_in_flight > 1:
+            raise SchedulerError("drafts of a step are known when it was updated, so only one can be in flight")
+
+    def take_drafts(self, batch: ScheduledBatch, drafts: Sequence[Sequence[int]]) -> None:
+        """Take what was proposed in a step that was updated: for each part that samples, in the batch's order.
+
+        Raises:
+            SchedulerError: if `drafts` has another length; nothing was changed.
+        """
+        if len(drafts) != batch.num_samples:
+            raise SchedulerError(f"{len(drafts)} lists of drafts for {batch.num_samples} parts that sample")
+        rest = iter(drafts)
+        for part in batch.requests:
+            if part.samples:
+                proposed, request = next(rest), part.request
+                request.draft_token_ids = tuple(proposed) if request.status is RequestStatus.RUNNING else ()
+
+    def _schedule_decodes(self, plan: Plan) -> list[Request]:
+        """One token for each running request that has just one to compute, and drafts behind it; returns the others."""
+        prefills = []
+        for index, request in enumerate(self._running):  # which may lose requests at its end
+            if request.num_tokens - request.computed_tokens != 1:
+                prefills.append(request)
+            elif self._make_room(plan, request, 1):
+                others = len(self._running) - index - 1
+                plan.put(request, 1, self._drafts_of(request, plan.budget - others - 1))
+        return prefills
+
+    def _drafts_of(self, request: Request, budget: int) -> Sequence[int]:
+        """The drafts for which there is room. Where fewer tokens may come, the output is cut, not what is verified."""
+        left = min(request.max_total_tokens, self._max_model_len) - request.num_tokens
+        most = min(len(request.draft_token_ids), budget, self._max_chunk_tokens - 1, left)
+        if most <= 0:
+            return ()
+        pool, end = self._pool, request.computed_tokens + 1 + self._lookahead
+        missing = pool.blocks_for(end + most) - len(request.block_table)
+        if missing > 0:
+            self._owners[request.request_id].extend(min(missing, pool.num_available))
+        return request.draft_token_ids[: max(0, min(most, len(request.block_table) * pool.block_size - end))]
+
+    @property
+    def _is_closed(self) -> bool:
+        """Never: steps differ by their drafts, so that none is like the one before it."""
+        return False

@@ -1,0 +1,57 @@
+"""Options that contradict themselves are refused when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hookline.config import EngineConfig, SpeculativeConfig, resolve
+from hookline.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "eagle"},
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": True},
+        {"num_speculative_tokens": 2.0},
+        {"relaxed_topk": 0},
+        {"relaxed_delta": 1.1},
+        {"relaxed_delta": None},
+        {"relaxed_delta": float("nan")},
+        {"synthetic_acceptance_rate": -0.1},
+        {"synthetic_acceptance_rate": "0.5"},
+        {"draft_proposal": "beam"},
+        {"ngram_min": 0},
+        {"ngram_min": 5, "ngram_max": 4},
+        {"think_token_ids": (1,)},
+        {"think_token_ids": (1, 1)},
+        {"think_token_ids": (1, -1)},
+        {"think_token_ids": 5},
+        {"use_relaxed_acceptance_for_thinking": 1},
+        {"use_relaxed_acceptance_for_thinking": True, "draft_proposal": "sampled"},
+        {"use_relaxed_acceptance_for_thinking": True, "synthetic_acceptance_rate": 0.5},
+        {"synthetic_acceptance_rate": 0.5, "draft_proposal": "sampled"},
+        {"method": "ngram", "draft_proposal": "sampled"},
+    ],
+)
+def test_unsound_options_of_speculation(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        SpeculativeConfig(**fields)
+    assert caught.value.hint
+
+
+def test_options_of_speculation_are_frozen_and_kept() -> None:
+    config = SpeculativeConfig(method="ngram", think_token_ids=[3, 4])  # type: ignore[arg-type]
+    assert config.think_token_ids == (3, 4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.relaxed_topk = 3  # type: ignore[misc]
+    assert resolve(EngineConfig("model", speculative=config), "cpu", "float32").speculative == config
+
+
+def test_a_dict_is_no_config_of_speculation() -> None:
+    with pytest.raises(UsageError, match="speculative"):
+        EngineConfig("model", speculative={"method": "ngram"})  # type: ignore[arg-type]
