@@ -15,7 +15,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p hookline -p hookline_kernels
-	$(BIN)/mypy -p hookline_llama -p hookline_mixtral -p hookline_qwen2_moe
+	$(BIN)/mypy -p hookline_llama -p hookline_mixtral -p hookline_qwen2_moe -p hookline_glm5_2_mtp
 
 gpu-test: $(READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu

@@ -35,7 +35,7 @@ def text_of(tokenizer: Tokenizer, tokens: list[int], stop: int | None, *, stream
                 *(RequestStatus.FINISHED, FinishReason.STOP if stop else FinishReason.LENGTH),
                 stop,
             )
-        outputs.take_tokens(request, [token], None)
+        outputs.take_tokens(request, [token], ())
     outputs.finish(request)
     return outputs.take_news()[-1].outputs[0].text
 
@@ -59,7 +59,7 @@ def test_first_token_is_timed_though_nobody_streams(tokenizer: Tokenizer) -> Non
     outputs.add("a", None, [request], stream=False)
     for token in (5, 6):
         request.output_token_ids.append(token)
-        assert not outputs.take_tokens(request, [token], None)
+        assert not outputs.take_tokens(request, [token], ())
         assert not outputs.has_news
     request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.LENGTH
     outputs.finish(request)

@@ -53,3 +53,13 @@ def test_module_with_an_unsound_config() -> None:
     model.config.architectures = "LlamaForCausalLM"
     with pytest.raises(CheckpointError, match="architectures"):
         ModuleReader(model)
+
+
+def test_buffers_that_are_saved_are_read() -> None:
+    module = torch.nn.Linear(2, 3)
+    module.register_buffer("kept", torch.arange(4.0))
+    module.register_buffer("derived", torch.ones(5), persistent=False)
+    found = {tensor.name: tensor for tensor in ModuleReader(module).tensors()}
+    assert list(found) == ["weight", "bias", "kept"]
+    assert found["kept"].load().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert ModuleReader(module).nbytes == 4 * (6 + 3 + 4)
