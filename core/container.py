@@ -190,11 +190,22 @@ class ContainerMap:
             yield _NON_TRANSFORMER, self._non_transformer
 
     def direct_injection(self, container: str, parameter: str, tensor: torch.Tensor | None) -> None:
-        """Set a final tensor, as a snapshot holds it; `container` is named as by `containers()`."""
+        """Set a final tensor, as a snapshot holds it; `container` is named as by `containers()`.
+
+        A layer that is dropped on purpose is passed over: the snapshot may be of a model that used it.
+        """
         by_name = dict(self.containers())
         if container not in by_name:
+            if self.drops_layer(container):
+                return
             raise ContainerError(f"there is no container {container!r}", hint=f"Containers: {', '.join(by_name)}.")
         by_name[container].direct_injection(parameter, tensor)
+
+    def drops_layer(self, container: str) -> bool:
+        """Whether a layer, named as by `containers()`, is no container because it is dropped on purpose."""
+        name, _, index = container.rpartition(".")
+        stack = self._stacks.get(name)
+        return stack is not None and all(self._is_unmapped(f"{prefix}.{index}") for prefix in stack.prefixes)
 
     def missing(self) -> list[str]:
         """Checkpoint names of all that must still be filled."""

@@ -133,6 +133,7 @@ def load_model(
         reader.check_origin(_origin(opened))
         for container, parameter, tensor in _unpacked(reader.entries(model.device, progress), model.dtype):
             containers.direct_injection(container, parameter, tensor)
+        _check_snapshot(reader, containers)
         containers.validate()
     else:
         adapter = opened.architecture.weight_adapter(opened.config, reader.weights_format)
@@ -222,6 +223,16 @@ def _joined_bytes(parts: list[LazyTensor], device: torch.device, dtype: torch.dt
         return sum(weight_bytes(part.shape, None, device, dtype) for part in parts)
     rows = sum(part.shape[0] for part in parts)
     return weight_bytes((rows, parts[0].shape[1]), parts[0].code_bits, device, dtype)
+
+
+def _check_snapshot(reader: SnapshotReader, containers: ContainerMap) -> None:
+    held = {entry.container for entry in reader.stored()}
+    absent = [name for name, _ in containers.containers() if name not in held]
+    if absent:
+        raise CheckpointError(
+            f"the snapshot has nothing for {', '.join(absent)}",
+            hint="If that is the model's own draft, write the snapshot again with the options of speculation.",
+        )
 
 
 def _snapshot_bytes(reader: SnapshotReader, model: TransformerModel) -> int:

@@ -236,6 +236,16 @@ def test_snapshots_set_final_tensors(weights: ContainerMap) -> None:
         weights.direct_injection("layers.2", "w", None)
 
 
+def test_snapshots_may_have_layers_that_are_dropped(weights: ContainerMap) -> None:
+    weights.set_unmapped_params("model.layers.2")
+    before = weights.missing()
+    weights.direct_injection("layers.2", "w", torch.ones(1))
+    assert weights.missing() == before
+    for name in ("layers.3", "layers.20", "model.layers.2", "non_transformer.2"):
+        with pytest.raises(ContainerError, match="there is no container"):
+            weights.direct_injection(name, "w", torch.ones(1))
+
+
 def test_sources_do_not_outlive_their_parameter(weights: ContainerMap) -> None:
     source = torch.ones(1)
     alive = weakref.ref(source)

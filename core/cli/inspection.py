@@ -202,14 +202,17 @@ def _wrong_shapes(tensors: Iterable[LazyTensor], shapes: Mapping[str, tuple[int,
 
 def _audit_snapshot(opened: OpenedModel) -> CheckpointAudit:
     """A snapshot holds parameters, not the checkpoint's tensors; one that may be None may also be absent."""
-    known = {f"{path}.{name}" for path, one in opened.containers.containers() for name in one.parameter_names}
+    containers = dict(opened.containers.containers())
+    known = {f"{path}.{name}" for path, one in containers.items() for name in one.parameter_names}
     found = [tensor.name for tensor in opened.reader.tensors()]
+    held = {name.rpartition(".")[0] for name in found}
+    dropped = {path for path in held if path not in containers and opened.containers.drops_layer(path)}
     return CheckpointAudit(
         matched=len(known.intersection(found)),
         joined=0,
-        missing=(),
-        unexpected=tuple(name for name in found if name not in known),
+        missing=tuple(path for path in containers if path not in held),
+        unexpected=tuple(name for name in found if name not in known and name.rpartition(".")[0] not in dropped),
         duplicate=(),
         wrong_shape=(),
-        dropped=(),
+        dropped=tuple(name for name in found if name.rpartition(".")[0] in dropped),
     )

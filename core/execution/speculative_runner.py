@@ -166,7 +166,11 @@ class SpeculativeRunner(Runner):
         )
 
     def _verify(self, rows: _Rows, logits: torch.Tensor) -> list[list[int]]:
-        """The new tokens of each part: the drafts that are accepted, and the token after them, -1 if there is none."""
+        """The new tokens of each part: the drafts that are accepted, and the token after them, or -1 alone for none.
+
+        Where there is no token after accepted drafts, they may be the request's end, behind which it needs none: the
+        last of them stands in as the token after the others, and the next step finds what there is.
+        """
         targets = self._tensor(self.sampler.sample(logits, rows.states).token_ids)[rows.places]
         if self._chance is not None:
             usable = targets >= 0
@@ -182,7 +186,10 @@ class SpeculativeRunner(Runner):
             matches, targets = self._verify_softly(rows, scores, matches, targets)
         verdict = accept(matches, targets, rows.counts)
         answer: list[list[int]] = torch.stack([verdict.counts, verdict.next_tokens], dim=1).tolist()
-        return [[*part.drafts[:n], token] for part, (n, token) in zip(rows.parts, answer, strict=True)]
+        return [
+            [*part.drafts[:n], token] if token >= 0 or n == 0 else [*part.drafts[:n]]
+            for part, (n, token) in zip(rows.parts, answer, strict=True)
+        ]
 
     def _verify_softly(
         self, rows: _Rows, scores: torch.Tensor, matches: torch.Tensor, targets: torch.Tensor

@@ -48,13 +48,14 @@ class SpeculativeScheduler(Scheduler):
 
     def _schedule_decodes(self, plan: Plan) -> list[Request]:
         """One token for each running request that has just one to compute, and drafts behind it; returns the others."""
-        prefills = []
-        for index, request in enumerate(self._running):  # which may lose requests at its end
+        prefills, decodes = list[Request](), list[Request]()
+        for request in self._running:  # which may lose requests at its end, where this loop has not come yet
             if request.num_tokens - request.computed_tokens != 1:
                 prefills.append(request)
             elif self._make_room(plan, request, 1):
-                others = len(self._running) - index - 1
-                plan.put(request, 1, self._drafts_of(request, plan.budget - others - 1))
+                decodes.append(request)
+        for others, request in zip(reversed(range(len(self._running))), decodes, strict=False):
+            plan.put(request, 1, self._drafts_of(request, plan.budget - others - 1))
         return prefills
 
     def _drafts_of(self, request: Request, budget: int) -> Sequence[int]:

@@ -63,3 +63,21 @@ def test_snapshot_replaces_snapshots_and_nothing_else(tiny_llama: Path, tmp_path
 def test_wrong_path(tmp_path: Path) -> None:
     assert run("snapshot", tmp_path / "none", tmp_path / "snap").exit_code == 3
     assert not (tmp_path / "snap").exists()
+
+
+def test_snapshots_with_a_draft_and_without(tmp_path: Path) -> None:
+    source = Path(__file__).parents[1] / "data" / "tiny-glm5.2-mtp"
+    drafting = ("--num-speculative-tokens", "2")
+    bare, full = tmp_path / "bare", tmp_path / "full"
+    assert run("snapshot", source, bare).exit_code == 0
+    assert run("snapshot", source, full, *drafting).exit_code == 0
+    for folder, options, code, kinds in (
+        (bare, (), 0, {"missing": 0, "dropped": 0}),
+        (full, drafting, 0, {"missing": 0, "dropped": 0}),
+        (full, (), 0, {"missing": 0, "dropped": 22}),
+        (bare, drafting, 1, {"missing": 1, "dropped": 0}),
+    ):
+        result = run("show", folder, "--json", *options)
+        audit = json.loads(result.stdout)["audit"]
+        assert result.exit_code == code
+        assert {kind: len(audit[kind]) for kind in kinds} == kinds and not audit["unexpected"]

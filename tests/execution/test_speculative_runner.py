@@ -281,6 +281,28 @@ def test_logits_that_are_no_numbers_end_a_request(drafting: Callable[..., Any]) 
     assert output.outputs[0].finish_reason == "error" and output.error
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_token_after_accepted_drafts(ends: bool, drafting: Callable[..., Any]) -> None:
+    """As where a grammar is at its end: the drafts count, and only a request that goes on behind them fails."""
+    last = 10
+    [want], _, oracle, engine = drafting(GREEDY, 3, many=[prompts()[4]])
+    tokens = list(want.outputs[0].token_ids)
+    stop = tokens.index(tokens[last])
+    words = -(-VOCABULARY // 32)
+
+    def masks(request: Any, drafts: Sequence[int]) -> torch.Tensor:
+        rows = torch.full((len(drafts) + 1, words), -1, dtype=torch.int32)
+        rows[max(0, stop + 1 - len(request.output_token_ids)) :] = 0
+        return rows
+
+    engine._runner.masks = masks
+    oracle.checks = False
+    params = dataclasses.replace(GREEDY, stop_token_ids=(tokens[last],)) if ends else GREEDY
+    [output] = engine.generate([prompts()[4]], params)
+    assert list(output.outputs[0].token_ids) == tokens[: stop + 1]
+    assert output.outputs[0].finish_reason == ("stop" if ends else "error")
+
+
 BEGIN, END = 300, 301
 
 

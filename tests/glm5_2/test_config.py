@@ -79,6 +79,14 @@ def test_pitfall_default_of_the_missing_flag() -> None:
     assert not read(rope_interleave=False).rope_interleave
 
 
+def test_a_list_is_shared_among_drafts_only_where_the_config_says_so() -> None:
+    assert not read().share_mtp_index and not read(index_share_for_mtp_iteration=None).share_mtp_index
+    assert read(index_share_for_mtp_iteration=True).share_mtp_index
+    assert not read_config(DEEPSEEK_V32).share_mtp_index
+    with pytest.raises(ModelConfigError, match="index_share_for_mtp_iteration"):
+        read(index_share_for_mtp_iteration=1)
+
+
 def test_pitfall_rope_theta_in_rope_parameters() -> None:
     nested = {"rope_type": "default", "rope_theta": 8e6}
     assert read(rope_parameters=nested).rope.theta == 8e6

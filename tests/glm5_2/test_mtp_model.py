@@ -17,7 +17,7 @@ from hookline import Engine, EngineConfig, SamplingParams
 from hookline.benchmark.shapes import find_shape
 from hookline.checkpoint.random import RandomReader
 from hookline.config import PluginOptions, SpeculativeConfig, resolve
-from hookline.errors import UsageError
+from hookline.errors import CheckpointError, UsageError
 from hookline.loading import load_model, open_model, parameters
 from hookline_glm5_2_mtp.memory_planner import GlmMemoryPlanner
 from hookline_glm5_2_mtp.model import GlmMoeDsaModel
@@ -169,6 +169,21 @@ def test_the_quantised_checkpoint_proposes_as_well_as_the_other() -> None:
         steps = [step for result in results for step in (result.outputs[0].speculative or ())[1:]]
         accepted.append(sum(step.num_accepted for step in steps) / len(steps))
     assert accepted[1] > 0.85 * accepted[0] > 1.5
+
+
+def test_a_snapshot_with_the_draft_serves_without_it(tmp_path: Path) -> None:
+    params, text = SamplingParams(max_tokens=12, ignore_eos=True), "Tell me a short story."
+    wanted = []
+    for speculative, folder in ((MTP, "with"), (None, "without")):
+        with Engine(config_of(GOLDEN_MODEL, speculative, max_model_len=128)) as engine:
+            engine.serialize(tmp_path / folder)
+            wanted.append(engine.generate(text, params)[0].outputs[0].token_ids)
+    for speculative in (None, NGRAM, MTP):
+        with Engine(config_of(tmp_path / "with", speculative, max_model_len=128)) as engine:
+            assert engine.generate(text, params)[0].outputs[0].token_ids == wanted[0] == wanted[1]
+            assert (engine.loaded.opened.model.proposer is not None) == (speculative is MTP)
+    with pytest.raises(CheckpointError, match=r"has nothing for layers\.8\n.*with the options of speculation"):
+        load_model(config_of(tmp_path / "without", MTP))
 
 
 def test_the_plan_counts_all_cache_groups_and_the_rows_that_are_verified() -> None:

@@ -65,6 +65,18 @@ def test_requests_have_different_numbers_of_drafts_beside_prefills() -> None:
     assert (batch.num_decodes, batch.num_tokens, batch.num_samples, batch.version) == (1, 12, 3, None)
 
 
+def test_drafts_take_no_block_that_another_needs_for_its_own_token() -> None:
+    """The one block that is left goes to the later request, which could not run otherwise."""
+    scheduler = make(blocks=3)
+    scheduler.add(ask("a", 2, max_tokens=8))
+    step(scheduler, [[1]])
+    scheduler.add(ask("b", 4, max_tokens=4))
+    step(scheduler, [[1], [2]], [[5, 6, 7], []])
+    batch = scheduler.schedule()
+    assert not batch.preempted
+    assert sorted(shape(batch)) == [("a", 3, 1, ()), ("b", 4, 1, ())]
+
+
 def test_drafts_take_what_is_left_of_the_budget() -> None:
     """Every running request gets its own token first; then those that came first get their drafts."""
     scheduler = make(max_batch_tokens=6)

@@ -116,8 +116,7 @@ def read_config(hf_config: Mapping[str, Any]) -> GlmMoeDsaConfig:
         sparse=_sparse(hf_config, num_layers),
         tied_embeddings=read_flag(hf_config, "tie_word_embeddings"),
         num_mtp_layers=_whole(hf_config, "num_nextn_predict_layers", 0, 0, 64),
-        share_mtp_index=hf_config.get("index_share_for_mtp_iteration") is None
-        or read_flag(hf_config, "index_share_for_mtp_iteration"),
+        share_mtp_index=read_flag(hf_config, "index_share_for_mtp_iteration"),
         weight_block_size=_block_size(hf_config),
     )
 

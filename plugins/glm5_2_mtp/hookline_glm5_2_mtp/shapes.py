@@ -21,7 +21,6 @@ _GLM: dict[str, Any] = {
     "rope_interleave": True,
     "indexer_rope_interleave": True,
     "num_nextn_predict_layers": 1,
-    "index_share_for_mtp_iteration": True,
     "tie_word_embeddings": False,
 }
 GLM_5_2: dict[str, Any] = _GLM | {
@@ -49,6 +48,7 @@ GLM_5_2: dict[str, Any] = _GLM | {
     # Layers 0, 1, 2, 6, 10, ..., 74 have an indexer.
     "index_topk_freq": 4,
     "index_skip_topk_offset": 3,
+    "index_share_for_mtp_iteration": True,
     "eos_token_id": [154820, 154827, 154829],
     "pad_token_id": 154820,
 }
@@ -80,6 +80,7 @@ TINY_GLM_5_2: dict[str, Any] = _GLM | {
     "index_head_dim": 32,
     "index_topk": 64,
     "indexer_types": ["full", "full", "shared", "full", "shared", "shared", "full", "shared"],
+    "index_share_for_mtp_iteration": True,
     "eos_token_id": [8175, 8179, 8181],
     "pad_token_id": 8175,
 }
