@@ -1,4 +1,5 @@
-"""The common parameters that architectures share, each a template that hands the model a canonical layout.
+"""The common parameters that architectures share, each a template that hands the model a canonical layout, and the
+container of what nearly every decoder has outside its layers.
 
 QKV rows are all of Q, then K, then V; a gated MLP has its gate rows first and its up rows second, never interleaved;
 experts lie along the first dimension. Each template serves weights and, with the last dimension left out, biases.
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 
 from hookline.errors import ContainerError
+from hookline.layer_container import LayerContainer
 from hookline.parameter_base import Parameter, ParamList, model_fact
 
 
@@ -278,3 +280,22 @@ class TransposedFusedMoEMLP2Parameter(_Template):
 def _expert_rows(params: torch.Tensor) -> torch.Tensor:
     """[E, in, out] as [E, out, in]; biases [E, out] as they are."""
     return params.transpose(1, 2).contiguous() if params.dim() == 3 else params
+
+
+class DecoderWeights(LayerContainer):
+    """Embedding, last norm and output head, under the names that most checkpoints have. A tied head is the embedding.
+
+    The model's config says `tied_embeddings`.
+    """
+
+    word_emb: EmbeddingParameter
+    final_norm: NormParameter
+    word_unembed: UnembedParameter
+
+    PARAM_MAPPING = {
+        "model.embed_tokens.weight": "word_emb.params",
+        "model.norm.weight": "final_norm.params",
+        "lm_head.weight": "word_unembed.params",
+    }
+    TIED = {"word_unembed": "word_emb"}
+    PRESENT_IF = {"word_unembed": "not tied_embeddings"}

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hookline_kernels.grouped_rows import combine_parts, count_items, find_item, gated, most_items
+from hookline_kernels.launch import check_choices
 from hookline_kernels.moe_routing import Dispatch
 
 # What TMA fetches: nothing, the weight, or x as well, which it can where x's rows lie in the dispatch's order.
@@ -63,10 +64,7 @@ class TilesConfig:
             "persistent": (False, True),
             "overlap": (False, True),
         }
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if value not in values or type(value) is not type(values[0]):
-                raise ValueError(f"TilesConfig: {name} must be one of {', '.join(map(str, values))}, got {value!r}")
+        check_choices(self, allowed)
 
     def shared_bytes(self, width: int, has_gate: bool) -> int:
         """Shared memory of a program, about, for elements of `width` bytes."""

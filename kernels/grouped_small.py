@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.grouped_rows import combine_parts, find_item, gated, most_items, split_limit
-from hookline_kernels.launch import COUNTERS, arrival_counters, dependent_launch
+from hookline_kernels.launch import COUNTERS, arrival_counters, check_choices, dependent_launch
 from hookline_kernels.linear_small import FORMS, add_product, as_rows, load_tile
 from hookline_kernels.moe_routing import Dispatch
 
@@ -55,11 +55,7 @@ class GroupedSmallConfig:
             "stages": tuple(range(1, 9)),
             "pdl": (False, True),
         }
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if value not in values or type(value) is not type(values[0]):
-                known = ", ".join(map(str, values))
-                raise ValueError(f"GroupedSmallConfig: {name} must be one of {known}, got {value!r}")
+        check_choices(self, allowed)
         if (self.form == "vector") != (self.block_m == 1) or (self.form != "vector" and self.block_n < 16):
             raise ValueError(
                 "GroupedSmallConfig: block_m 1 and block_n below 16 are for the form 'vector', "

@@ -1,4 +1,4 @@
-"""What Triton launches share: dependent launches, and counters that stay zero between them.
+"""What Triton launches share: checks of configurations, dependent launches, and counters that stay zero between them.
 
 A kernel of a decode step lasts a few microseconds, of which the edge to the next one is a good part. On GPUs that can
 (Hopper and later) the next kernel is therefore started while the one before still runs, and waits for its end itself:
@@ -8,6 +8,7 @@ See "Programmatic Dependent Launch" in the CUDA C++ Programming Guide.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,23 @@ import triton.language as tl
 
 # Tiles of one launch that can be counted: enough for a weight [262144, K] in tiles of 16 rows.
 COUNTERS = 16384
+
+
+def check_choices(config: object, allowed: Mapping[str, Sequence[object]]) -> None:
+    """Looks whether a kernel's configuration has values that the kernel can take.
+
+    Args:
+        config: has the attributes that `allowed` names.
+        allowed: values by name, all of one type, at least one.
+
+    Raises:
+        ValueError: naming the first attribute with another value, or of another type.
+    """
+    for name, values in allowed.items():
+        value = getattr(config, name)
+        if value not in values or type(value) is not type(values[0]):
+            known = ", ".join(map(str, values))
+            raise ValueError(f"{type(config).__name__}: {name} must be one of {known}, got {value!r}")
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from hookline_kernels.activation import GELU, GELU_TANH, SILU
-from hookline_kernels.launch import COUNTERS, arrival_counters, dependent_launch
+from hookline_kernels.launch import COUNTERS, arrival_counters, check_choices, dependent_launch
 
 # How a tile is computed: by x times weight^T, by weight times x^T (the weight then fills the 64 rows that Hopper's
 # matrix instructions want), or for one token by sums without matrix instructions.
@@ -71,10 +71,7 @@ class SmallConfig:
             "stages": tuple(range(1, 9)),
             "pdl": (False, True),
         }
-        for name, values in allowed.items():
-            value = getattr(self, name)
-            if value not in values or type(value) is not type(values[0]):
-                raise ValueError(f"SmallConfig: {name} must be one of {', '.join(map(str, values))}, got {value!r}")
+        check_choices(self, allowed)
         if self.form != "vector" and self.block_n < 16:
             raise ValueError(f"SmallConfig: block_n below 16 is for the form 'vector', got {self.block_n}")
 

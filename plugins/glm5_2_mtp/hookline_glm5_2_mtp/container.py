@@ -14,12 +14,11 @@ import torch
 from hookline.container import ContainerMap, LayerContainer, Parameter
 from hookline.parameters import (
     AttentionOutputParameter,
-    EmbeddingParameter,
+    DecoderWeights,
     GatedMLPParameter,
     MLP2Parameter,
     MoEGatingWeightParameter,
     NormParameter,
-    UnembedParameter,
     UnfusedMoEGatedMLPParameter,
     UnfusedMoEMLP2Parameter,
 )
@@ -224,22 +223,6 @@ class DraftLayer(IndexedSparseLayer):
     }
 
 
-class GlmMoeDsaWeights(LayerContainer):
-    """Everything outside the layers; a draft takes embedding and head from here."""
-
-    word_emb: EmbeddingParameter
-    final_norm: NormParameter
-    word_unembed: UnembedParameter
-
-    PARAM_MAPPING = {
-        "model.embed_tokens.weight": "word_emb.params",
-        "model.norm.weight": "final_norm.params",
-        "lm_head.weight": "word_unembed.params",
-    }
-    TIED = {"word_unembed": "word_emb"}
-    PRESENT_IF = {"word_unembed": "not tied_embeddings"}
-
-
 # By whether a layer has an indexer, and whether it has experts.
 LAYERS: dict[tuple[bool, bool], type[LatentLayer]] = {
     (False, False): DenseLayer,
@@ -257,7 +240,7 @@ def build_containers(model: GlmMoeDsaModel) -> ContainerMap:
     config = model.config
     kinds = zip(config.full_index, config.sparse, strict=True)
     model.layers = [LAYERS[kind](model) for kind in kinds]
-    model.weights = GlmMoeDsaWeights(model)
+    model.weights = DecoderWeights(model)
     model.draft = DraftLayer(model) if model.has_draft else None
     containers = ContainerMap()
     containers.set_transformer_params("model.layers", [*model.layers, *([model.draft] if model.draft else [])])

@@ -19,12 +19,12 @@ from hookline.layers.moe import shared_expert
 from hookline.layers.rotary import Rotary
 from hookline.model import CacheSpec, ForwardBatch, MoETransformerModel
 from hookline.parallel import Parallel
+from hookline.parameters import DecoderWeights
 from hookline_glm5_2_mtp.attention import LatentAttention
 from hookline_glm5_2_mtp.config import GlmMoeDsaConfig
 from hookline_glm5_2_mtp.container import (
     DenseLayer,
     DraftLayer,
-    GlmMoeDsaWeights,
     IndexedDenseLayer,
     IndexedSparseLayer,
     LatentLayer,
@@ -46,7 +46,7 @@ class GlmMoeDsaModel(MoETransformerModel):
     """
 
     has_draft = False
-    weights: GlmMoeDsaWeights
+    weights: DecoderWeights
     layers: list[LatentLayer]
     draft: DraftLayer | None
 

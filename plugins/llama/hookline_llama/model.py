@@ -17,17 +17,18 @@ from hookline.layers.mlp import gated_mlp
 from hookline.layers.rotary import Rotary
 from hookline.model import CacheSpec, ForwardBatch, TransformerModel
 from hookline.parallel import Parallel
+from hookline.parameters import DecoderWeights
 from hookline_kernels.embedding import embedding
 from hookline_kernels.linear import linear
 from hookline_kernels.rms_norm import rms_norm
 from hookline_llama.config import LlamaConfig
-from hookline_llama.container import LlamaLayer, LlamaWeights
+from hookline_llama.container import LlamaLayer
 
 
 class LlamaModel(TransformerModel):
     """Llama, and Mistral with its window."""
 
-    weights: LlamaWeights
+    weights: DecoderWeights
     layers: list[LlamaLayer]
 
     def __init__(self, config: LlamaConfig, engine_config: EngineConfig, parallel: Parallel) -> None:

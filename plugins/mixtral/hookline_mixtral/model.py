@@ -16,17 +16,18 @@ from hookline.layers.decoder import last_norm
 from hookline.layers.rotary import Rotary
 from hookline.model import CacheSpec, ForwardBatch, MoETransformerModel
 from hookline.parallel import Parallel
+from hookline.parameters import DecoderWeights
 from hookline_kernels.embedding import embedding
 from hookline_kernels.linear import linear
 from hookline_kernels.rms_norm import rms_norm
 from hookline_mixtral.config import MixtralConfig
-from hookline_mixtral.container import MixtralLayer, MixtralWeights
+from hookline_mixtral.container import MixtralLayer
 
 
 class MixtralModel(MoETransformerModel):
     """Mixtral, with its window where the config has one."""
 
-    weights: MixtralWeights
+    weights: DecoderWeights
     layers: list[MixtralLayer]
 
     def __init__(self, config: MixtralConfig, engine_config: EngineConfig, parallel: Parallel) -> None:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from hookline.container import ContainerMap, LayerContainer
 from hookline.parameters import (
     AttentionOutputParameter,
-    EmbeddingParameter,
+    DecoderWeights,
     GatedMLPParameter,
     MLP2Parameter,
     MoEGatingWeightParameter,
     NormParameter,
-    UnembedParameter,
     UnfusedMoEGatedMLPParameter,
     UnfusedMoEMLP2Parameter,
     UnfusedQKVParameter,
@@ -80,26 +79,10 @@ class SparseLayer(Qwen2MoeLayer):
     }
 
 
-class Qwen2MoeWeights(LayerContainer):
-    """Everything outside the layers."""
-
-    word_emb: EmbeddingParameter
-    final_norm: NormParameter
-    word_unembed: UnembedParameter
-
-    PARAM_MAPPING = {
-        "model.embed_tokens.weight": "word_emb.params",
-        "model.norm.weight": "final_norm.params",
-        "lm_head.weight": "word_unembed.params",
-    }
-    TIED = {"word_unembed": "word_emb"}
-    PRESENT_IF = {"word_unembed": "not tied_embeddings"}
-
-
 def build_containers(model: Qwen2MoeModel) -> ContainerMap:
     """Empty containers for `model`, bound to the checkpoint's prefixes; the model keeps them for `forward`."""
     model.layers = [SparseLayer(model) if sparse else DenseLayer(model) for sparse in model.config.sparse]
-    model.weights = Qwen2MoeWeights(model)
+    model.weights = DecoderWeights(model)
     containers = ContainerMap()
     containers.set_transformer_params("model.layers", model.layers)
     containers.set_non_transformer_params(model.weights)

@@ -19,17 +19,18 @@ from hookline.layers.moe import shared_expert
 from hookline.layers.rotary import Rotary
 from hookline.model import CacheSpec, ForwardBatch, MoETransformerModel
 from hookline.parallel import Parallel
+from hookline.parameters import DecoderWeights
 from hookline_kernels.embedding import embedding
 from hookline_kernels.linear import linear
 from hookline_kernels.rms_norm import rms_norm
 from hookline_qwen2_moe.config import Qwen2MoeConfig
-from hookline_qwen2_moe.container import DenseLayer, Qwen2MoeLayer, Qwen2MoeWeights, SparseLayer
+from hookline_qwen2_moe.container import DenseLayer, Qwen2MoeLayer, SparseLayer
 
 
 class Qwen2MoeModel(MoETransformerModel):
     """Layers with experts and layers without, with a window and without."""
 
-    weights: Qwen2MoeWeights
+    weights: DecoderWeights
     layers: list[SparseLayer | DenseLayer]
 
     def __init__(self, config: Qwen2MoeConfig, engine_config: EngineConfig, parallel: Parallel) -> None:
