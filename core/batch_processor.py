@@ -66,7 +66,7 @@ class BatchProcessor:
         np.cumsum(counts, out=query_starts[1:])
         owner = np.repeat(np.arange(len(parts)), counts)
         positions = starts[owner] + np.arange(batch.num_tokens) - query_starts[owner]
-        tables = _block_tables(parts)
+        tables = block_tables(parts)
         slots = tables[owner, positions // self.block_size] * np.int64(self.block_size) + positions % self.block_size
         rows, sample_rows, spans = _logits_rows(parts, query_starts)
         lengths = None
@@ -117,7 +117,8 @@ def _token_ids(parts: Sequence[ScheduledRequest], num_tokens: int) -> np.ndarray
     return tokens
 
 
-def _block_tables(parts: Sequence[ScheduledRequest]) -> np.ndarray:
+def block_tables(parts: Sequence[ScheduledRequest]) -> np.ndarray:
+    """Block ids [len(parts), blocks] int32, zeros behind each part's own."""
     width = max((len(part.request.block_table) for part in parts), default=0)
     tables = np.zeros((len(parts), width), np.int32)
     for row, part in enumerate(parts):

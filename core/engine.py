@@ -80,6 +80,8 @@ class Engine:
         self.max_model_len = min(self.max_model_len, max(room, 1))
         self.pool = BlockPool(self.memory_plan.num_blocks, self.config.block_size, self.config.prefix_caching)
         limits = {"max_batch_tokens": self.config.max_batch_tokens, "max_model_len": self.max_model_len}
+        if self.config.speculative is not None:
+            limits["num_drafts"] = self.config.speculative.num_speculative_tokens
         self.scheduler = (Scheduler if self.config.speculative is None else SpeculativeScheduler)(
             self.pool,
             lookahead=lookahead,
@@ -90,6 +92,7 @@ class Engine:
             preempt_every=preempt_every,
             **limits,
         )
+        limits.pop("num_drafts", None)
         self._manual = ManualDriver(self._runner, self.pool, max_requests=self.config.max_running, **limits)
         self._prompts = PromptEncoder(self.tokenizer, self.vocab_size)
         self._outputs = OutputProcessor(self.tokenizer)
@@ -215,8 +218,7 @@ class Engine:
         have, steps take turns with the host.
         """
         self._takes_turns = self._takes_turns and bool(self._flights)
-        most = 1 if self._takes_turns else self._runner.max_in_flight
-        while len(self._flights) < most:
+        while len(self._flights) < (1 if self._takes_turns else self._runner.steps_ahead):
             batch = self._schedule()
             if not batch.requests or not self._launch(batch):
                 break

@@ -83,12 +83,12 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step reads.
+    """What a decode step reads, of B requests with the same number of rows each: one, or more where it verifies drafts.
 
     Attributes:
         token_ids, positions, slots, rope_lengths: [R] int64, as `ForwardBatch` has them; positions of padding are 0.
-        context_lens: [R] int32.
-        block_tables: [R, N] int32; entries past a row's context keep what they had.
+        context_lens: [B] int32.
+        block_tables: [B, N] int32; entries past a request's context keep what they had.
         temperature and the rest: see `SamplingOptions`; padding has a temperature of 0.
     """
 
@@ -106,8 +106,9 @@ class DecodeInputs:
     keys: torch.Tensor
 
     @classmethod
-    def zeros(cls, rows: int, blocks: int, device: torch.device) -> DecodeInputs:
-        """Buffers for a step of up to `rows` rows."""
+    def zeros(cls, requests: int, blocks: int, device: torch.device, each: int = 1) -> DecodeInputs:
+        """Buffers for a step of up to so many requests, of `each` rows."""
+        rows = requests * each
         integers, floats = (
             ("token_ids", "positions", "slots", "rope_lengths", "keys"),
             ("temperature", "top_p", "min_p"),
@@ -115,11 +116,9 @@ class DecodeInputs:
         made = {name: torch.zeros(rows, dtype=torch.int64, device=device) for name in integers}
         made |= {name: torch.zeros(rows, dtype=torch.float32, device=device) for name in floats}
         made["top_p"] = torch.zeros(rows, dtype=torch.float64, device=device)
-        made |= {
-            name: torch.zeros(rows, dtype=torch.int32, device=device)
-            for name in ("context_lens", "top_k", "num_outputs")
-        }
-        made["block_tables"] = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+        made |= {name: torch.zeros(rows, dtype=torch.int32, device=device) for name in ("top_k", "num_outputs")}
+        made["context_lens"] = torch.zeros(requests, dtype=torch.int32, device=device)
+        made["block_tables"] = torch.zeros((requests, blocks), dtype=torch.int32, device=device)
         return cls(**made)
 
     @property
@@ -127,9 +126,11 @@ class DecodeInputs:
         """The part that the choice of tokens reads."""
         return SamplingOptions(**{field.name: getattr(self, field.name) for field in fields(SamplingOptions)})
 
-    def first(self, rows: int) -> DecodeInputs:
+    def first(self, requests: int) -> DecodeInputs:
         """The buffers of a smaller step, which share this one's memory."""
-        return DecodeInputs(**{field.name: getattr(self, field.name)[:rows] for field in fields(self)})
+        rows = requests * (self.token_ids.shape[0] // self.context_lens.shape[0])
+        counts = {"context_lens": requests, "block_tables": requests}
+        return DecodeInputs(**{f.name: getattr(self, f.name)[: counts.get(f.name, rows)] for f in fields(self)})
 
 
 def decode_inputs_reference(rows: torch.Tensor, kept: RequestSlots, inputs: DecodeInputs, block_size: int) -> None:

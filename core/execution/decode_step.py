@@ -6,6 +6,7 @@ It reads nothing from the host and its shapes are fixed by the number of rows, s
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -29,8 +30,8 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-class DecodeStep:
-    """Runs decode steps of a number of rows, from a CUDA graph where there is one.
+class DeviceStep(ABC):
+    """Runs steps of a number of requests, from a CUDA graph where there is one.
 
     Args:
         max_context_len: most tokens of a request, a bound for every context.
@@ -50,29 +51,29 @@ class DecodeStep:
         self.batch = batch
         self.max_context_len = max_context_len
         self.rope_lengths = rope_lengths
-        self.sizes = bucket_sizes(batch.inputs.token_ids.shape[0])
-        device = batch.device
-        self._order = torch.arange(self.sizes[-1] + 1, device=device)
-        self._starts = self._order.int()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        inputs = batch.inputs
+        self.sizes = bucket_sizes(inputs.context_lens.shape[0])
+        self.each = inputs.token_ids.shape[0] // self.sizes[-1]  # rows of a request
+        self._order = torch.arange(self.sizes[-1] * self.each + 1, device=batch.device)
+        self._starts = self._order[:: self.each].int()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
 
-    def size_for(self, rows: int) -> int:
-        """Rows of the smallest step that holds so many."""
-        return next(size for size in self.sizes if size >= rows)
+    def size_for(self, requests: int) -> int:
+        """Requests of the smallest step that holds so many."""
+        return next(size for size in self.sizes if size >= requests)
 
-    def run(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step of the rows [3, R] that `DeviceBatch.rows` made.
+    def run(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """One step of the requests, one a column, that `DeviceBatch.rows` made.
 
         Returns:
-            the tokens [R] int64, -1 where none can be chosen, and the logits [R, V] that they were chosen from. With a
-            graph both lie in memory that the next step writes to, of this size or any.
+            what `_run` gives; with a graph it lies in memory that the next step writes to, of this size or any.
         """
         captured = self._graphs.get(rows.shape[1])
         if captured is None:
             return self._run(rows)
-        graph, tokens, logits = captured
+        graph, found = captured
         graph.replay()
-        return tokens, logits
+        return found
 
     def capture(self, notice: Notice | None = None) -> float:
         """Captures all sizes as CUDA graphs, the largest first, whose memory the smaller ones use again.
@@ -92,10 +93,10 @@ class DecodeStep:
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    tokens, logits = self._run(rows)
+                    answer, *others = self._run(rows)
             pool = pool or graph.pool()
-            self._graphs[size] = graph, tokens, borrowed(logits)
-            del logits  # so that smaller graphs can have its memory
+            self._graphs[size] = graph, (answer, *map(borrowed, others))
+            del others  # so that smaller graphs can have their memory
             if notice is not None:
                 notice(done + 1, len(self.sizes))
         return time.perf_counter() - begin
@@ -106,8 +107,34 @@ class DecodeStep:
         sizes = sorted({self.size_for(min(2**power, most)) for power in range(most.bit_length() + 1)})
         return [partial(self._run, self.batch.padding_rows(size)) for size in sizes]
 
+    @abstractmethod
+    def _run(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The step itself: what the host reads, and whatever else is read before the next step."""
+
+    def _forward_batch(self, inputs: DecodeInputs) -> ForwardBatch:
+        requests, each = inputs.context_lens.shape[0], self.each
+        return ForwardBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            block_tables=inputs.block_tables,
+            query_starts=self._starts[: requests + 1],
+            context_lens=inputs.context_lens,
+            logits_rows=self._order[: requests * each],
+            num_decodes=requests if each == 1 else 0,
+            max_query_len=each,
+            max_context_len=self.max_context_len,
+            rope_lengths=inputs.rope_lengths if self.rope_lengths else None,
+            cache=self.cache,
+        )
+
+
+class DecodeStep(DeviceStep):
+    """Steps of one token a request, whose row of the batch is its slot, the token's position and a new block."""
+
     @torch.inference_mode()
-    def _run(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tokens [R] int64, -1 where none can be chosen, and the logits [R, V] that they were chosen from."""
         inputs, kept = self.batch.inputs.first(rows.shape[1]), self.batch.kept
         decode_inputs(rows, kept, inputs, self.batch.block_size)
         hidden = self.model.forward(self._forward_batch(inputs))
@@ -115,23 +142,6 @@ class DecodeStep:
         tokens = choose_tokens(logits, inputs.options)
         kept.last_tokens.index_copy_(0, rows[0].long(), tokens.clamp(min=0))
         return tokens, logits
-
-    def _forward_batch(self, inputs: DecodeInputs) -> ForwardBatch:
-        rows = inputs.token_ids.shape[0]
-        return ForwardBatch(
-            token_ids=inputs.token_ids,
-            positions=inputs.positions,
-            slots=inputs.slots,
-            block_tables=inputs.block_tables,
-            query_starts=self._starts[: rows + 1],
-            context_lens=inputs.context_lens,
-            logits_rows=self._order[:rows],
-            num_decodes=rows,
-            max_query_len=1,
-            max_context_len=self.max_context_len,
-            rope_lengths=inputs.rope_lengths if self.rope_lengths else None,
-            cache=self.cache,
-        )
 
 
 def choose_tokens(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:

@@ -24,26 +24,38 @@ class DeviceBatch:
     Args:
         max_running: most requests at a time.
         max_blocks: most cache blocks of a request.
-        max_rows: most rows of a decode step, padding included.
+        max_rows: most requests of a decode step, padding included.
         block_size: tokens of a block.
         steps: most steps in flight.
+        each: rows of a request in such a step.
+        height: numbers that the host writes for each request of it.
     """
 
     def __init__(
-        self, max_running: int, max_blocks: int, max_rows: int, block_size: int, steps: int, device: torch.device
+        self,
+        max_running: int,
+        max_blocks: int,
+        max_rows: int,
+        block_size: int,
+        steps: int,
+        device: torch.device,
+        *,
+        each: int = 1,
+        height: int = 3,
     ) -> None:
         self.block_size = block_size
         self.device = device
         # The last slot is nobody's: rows of padding name it.
         self.kept = RequestSlots.zeros(max_running + 1, max_blocks, device)
-        self.inputs = DecodeInputs.zeros(max_rows, max_blocks, device)
-        self._rows = torch.zeros(3 * max_rows, dtype=torch.int32, device=device)
+        self.inputs = DecodeInputs.zeros(max_rows, max_blocks, device, each)
+        self._height = height
+        self._rows = torch.zeros(height * max_rows, dtype=torch.int32, device=device)
         self._padding = max_running
         self._free = list(reversed(range(max_running)))
         self._slots: dict[Request, int] = {}
         # One more than steps in flight: what a step uploads is not written again before its result has come.
         pinned = device.type == "cuda"
-        staging = [torch.zeros(3 * max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(steps + 1)]
+        staging = [torch.zeros(height * max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(steps + 1)]
         self._staging = deque((buffer, buffer.numpy()) for buffer in staging)
 
     def holds(self, request: Request) -> bool:
@@ -78,13 +90,17 @@ class DeviceBatch:
             host[2, row] = part.request.block_table[part.start // size]
         host[0, real:] = self._padding
         host[1, real:] = -1
-        rows = self._rows[: 3 * count]
-        rows.copy_(staging[: 3 * count], non_blocking=True)
-        return rows.view(3, count)
+        return self._send(staging, count)
+
+    def _send(self, staging: torch.Tensor, count: int) -> torch.Tensor:
+        size = self._height * count
+        rows = self._rows[:size]
+        rows.copy_(staging[:size], non_blocking=True)
+        return rows.view(-1, count)
 
     def padding_rows(self, count: int) -> torch.Tensor:
-        """Rows [3, count] of a step of no request."""
-        rows = torch.full((3, count), -1, dtype=torch.int32, device=self.device)
+        """Rows [height, count] of a step of no request."""
+        rows = torch.full((self._height, count), -1, dtype=torch.int32, device=self.device)
         rows[0] = self._padding
         return rows
 
@@ -116,7 +132,7 @@ class DeviceBatch:
     def _write_options(self, requests: Sequence[Request], states: Sequence[SamplingState]) -> None:
         slots = self.upload(self.slots(requests))
         floats = [(state.temperature, state.params.top_p, state.params.min_p) for state in states]
-        integers = [(len(r.prompt_token_ids), s.top_k, s.signed_key) for r, s in zip(requests, states, strict=True)]
+        integers = [(len(r.prompt_token_ids), s.top_k, s.signed_key()) for r, s in zip(requests, states, strict=True)]
         columns = upload(torch.tensor(floats, dtype=torch.float64).t().contiguous(), self.device)
         numbers = upload(torch.tensor(integers, dtype=torch.int64).t().contiguous(), self.device)
         kept = self.kept

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hookline.batch_processor import BatchProcessor, PreparedBatch, upload
-from hookline.execution.decode_step import DecodeStep, Notice, choose_tokens
-from hookline.execution.device_batch import DeviceBatch
+from hookline.execution.decode_step import DeviceStep, Notice, choose_tokens
 from hookline.execution.device_edits import DeviceEdits
 from hookline.execution.device_logprobs import LogprobsOnTheWay, logprob_values, to_host
 from hookline.execution.runner import Flight, Runner, StepResult
@@ -27,7 +26,11 @@ from hookline.scheduling.output import TokenLogprob
 from hookline.scheduling.request import Request, ScheduledBatch
 
 # By request id, the place of the first prompt token, and what is reported of it and of those after it.
-_Prompts = tuple[tuple[str, int, tuple[LogprobsOnTheWay, ...]], ...]
+Prompts = tuple[tuple[str, int, tuple[LogprobsOnTheWay, ...]], ...]
+
+
+# Steps that may be launched and not collected.
+STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,44 +51,42 @@ class _TokenFlight(Flight):
     arrived: torch.cuda.Event | None = None
     reported: Sequence[int] = ()
     logprobs: LogprobsOnTheWay | None = None
-    prompts: _Prompts = ()
+    prompts: Prompts = ()
 
 
 class DeviceRunner(Runner):
     """Runs steps ahead of their results.
 
     Args:
-        max_running: most requests at a time.
-        max_model_len: most tokens of a request.
+        decode: a step of decodes alone, with the slots of the requests.
     """
 
-    max_in_flight = 2
+    max_in_flight = STEPS
 
     def __init__(
         self,
         model: TransformerModel,
         processor: BatchProcessor,
         cache: Mapping[str, Sequence[CacheTensors]],
-        *,
-        max_running: int,
-        max_model_len: int,
+        decode: DeviceStep,
     ) -> None:
         super().__init__(model, processor, cache)
-        size, steps = processor.block_size, self.max_in_flight
-        self.batch = DeviceBatch(max_running, -(-max_model_len // size), max_running, size, steps, model.device)
+        self.decode, self.batch, max_running = decode, decode.batch, decode.sizes[-1]
         self.edits = DeviceEdits(max_running + 1, model.shapes.vocab_size, model.device)
-        self.decode = DecodeStep(model, cache, self.batch, max_model_len, processor.rope_lengths)
         # Requests in slots that want log probabilities of their tokens, and how many likeliest.
         self._reporting: dict[Request, int] = {}
         # The requests of the last step, where each decoded a token, and the scheduler's version of them.
         self._decoding: tuple[Request, ...] = ()
         self._version: int | None = None
         # One more than steps in flight, as for the rows: an answer is read before its memory is written again.
-        pinned = model.device.type == "cuda"
-        self._answers = deque(torch.zeros(max_running, dtype=torch.int64, pin_memory=pinned) for _ in range(steps + 1))
+        shape, pinned = self._answer_shape(max_running), model.device.type == "cuda"
+        self._answers = deque(torch.zeros(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(STEPS + 1))
+
+    def _answer_shape(self, max_running: int) -> tuple[int, ...]:
+        return (max_running,)
 
     def capture(self, notice: Notice | None = None) -> float:
-        """See `DecodeStep.capture`."""
+        """See `DeviceStep.capture`."""
         return self.decode.capture(notice)
 
     def reserve(self, state: SamplingState) -> None:
@@ -123,18 +124,10 @@ class DeviceRunner(Runner):
         if flight.arrived is not None:
             flight.arrived.synchronize()
         values: list[int] = flight.values.tolist()
-        logprobs: dict[str, Sequence[TokenLogprob]] = {}
-        if flight.logprobs is not None:
-            entries = flight.logprobs.entries([values[row] for row in flight.reported])
-            named = zip((flight.requests[row].request_id for row in flight.reported), entries, strict=True)
-            logprobs = {request_id: [entry] for request_id, entry in named if entry.token_id >= 0}
         return StepResult(
             token_ids=[[value] for value in values],
-            logprobs=logprobs,
-            prompt_logprobs={
-                name: (start, [entry for part in parts for entry in part.entries()])
-                for name, start, parts in flight.prompts
-            },
+            logprobs=named_logprobs(flight.requests, values, flight.reported, flight.logprobs),
+            prompt_logprobs=prompt_entries(flight.prompts),
             failed=tuple(flight.requests[row] for row, value in enumerate(values) if value < 0)
             if min(values, default=0) < 0
             else (),
@@ -149,12 +142,24 @@ class DeviceRunner(Runner):
             return Flight(batch, StepResult([]))
         if not requests:
             return self._send(batch, (), torch.zeros(0, dtype=torch.int64, device=hidden.device), hidden, prompts)
+        _, tokens, logits = self._choose(batch, prepared, hidden, states)
+        return self._send(batch, requests, tokens, logits, prompts)
+
+    def _choose(
+        self, batch: ScheduledBatch, prepared: PreparedBatch, hidden: torch.Tensor, states: Mapping[str, SamplingState]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots [R], tokens [R] and unedited logits [R, V] of the parts that sample; the slots know the tokens then.
+
+        Args:
+            hidden: of the rows whose logits are wanted.
+        """
+        requests = prepared.sample_requests
         rows = hidden if prepared.sample_rows is None else hidden.index_select(0, prepared.sample_rows)
         logits = self.model.compute_logits(rows)
-        slots = self._take_in(requests, _tables(batch, prepared), states)
+        slots = self._take_in(requests, tables_of(batch, prepared), states)
         tokens = choose_tokens(logits, self.batch.options(slots, self.batch.upload(_num_outputs(requests))))
         self.batch.kept.last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
-        return self._send(batch, requests, self._choose_edited(requests, tokens, logits), logits, prompts)
+        return slots, self._choose_edited(requests, tokens, logits), logits
 
     def _take_in(
         self, requests: Sequence[Request], tables: torch.Tensor, states: Mapping[str, SamplingState]
@@ -182,7 +187,7 @@ class DeviceRunner(Runner):
             self.edits.append(columns[1], last)
         return tokens
 
-    def _prompts(self, prepared: PreparedBatch, hidden: torch.Tensor) -> _Prompts:
+    def _prompts(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Prompts:
         found = []
         for span in prepared.prompt_spans:
             top = span.request.params.prompt_logprobs or 0
@@ -211,24 +216,52 @@ class DeviceRunner(Runner):
         requests: Sequence[Request],
         tokens: torch.Tensor,
         logits: torch.Tensor,
-        prompts: _Prompts = (),
+        prompts: Prompts = (),
     ) -> Flight:
         """Sends the answer on its way, with the log probabilities, under unedited `logits`, of those who want them."""
-        reporting, logprobs = self._reporting, None
-        reported = [row for row, request in enumerate(requests) if request in reporting] if reporting else []
-        if reported:
-            tops = [reporting[requests[row]] for row in reported]
-            rows = self.batch.upload(reported)
-            found = logprob_values(logits, rows, tokens.index_select(0, rows).clamp(min=0), max(tops))
-            logprobs = LogprobsOnTheWay(None, tops, to_host(found))
+        reported, logprobs = self._logprobs_of(requests, tokens, logits)
         self._answers.rotate()
         values = self._answers[0][: len(requests)]
         values.copy_(tokens[: len(requests)], non_blocking=True)
-        arrived = None
-        if tokens.is_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return _TokenFlight(batch, None, tuple(requests), values, arrived, reported, logprobs, prompts)
+        return _TokenFlight(batch, None, tuple(requests), values, arrival(tokens), reported, logprobs, prompts)
+
+    def _logprobs_of(
+        self, requests: Sequence[Request], tokens: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[Sequence[int], LogprobsOnTheWay | None]:
+        """Which of `requests` want log probabilities of their tokens [R] under logits [R, V], and those."""
+        reporting = self._reporting
+        reported = [row for row, request in enumerate(requests) if request in reporting] if reporting else []
+        if not reported:
+            return (), None
+        tops = [reporting[requests[row]] for row in reported]
+        rows = self.batch.upload(reported)
+        found = logprob_values(logits, rows, tokens.index_select(0, rows).clamp(min=0), max(tops))
+        return reported, LogprobsOnTheWay(None, tops, to_host(found))
+
+
+def arrival(sent: torch.Tensor) -> torch.cuda.Event | None:
+    """When all that was sent to the host so far has come; None on a CPU."""
+    if not sent.is_cuda:
+        return None
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return arrived
+
+
+def named_logprobs(
+    requests: Sequence[Request], tokens: Sequence[int], reported: Sequence[int], logprobs: LogprobsOnTheWay | None
+) -> dict[str, Sequence[TokenLogprob]]:
+    """By request id, the entries that have come of `reported` requests' tokens."""
+    if logprobs is None:
+        return {}
+    entries = logprobs.entries([tokens[row] for row in reported])
+    named = zip((requests[row].request_id for row in reported), entries, strict=True)
+    return {request_id: [entry] for request_id, entry in named if entry.token_id >= 0}
+
+
+def prompt_entries(prompts: Prompts) -> dict[str, tuple[int, list[TokenLogprob]]]:
+    """By request id, the first prompt token's place, and the entries that have come from there."""
+    return {name: (start, [entry for part in parts for entry in part.entries()]) for name, start, parts in prompts}
 
 
 def _num_outputs(requests: Sequence[Request]) -> list[int]:
@@ -236,7 +269,7 @@ def _num_outputs(requests: Sequence[Request]) -> list[int]:
     return [len(request.output_token_ids) + request.pending_tokens - 1 for request in requests]
 
 
-def _tables(batch: ScheduledBatch, prepared: PreparedBatch) -> torch.Tensor:
+def tables_of(batch: ScheduledBatch, prepared: PreparedBatch) -> torch.Tensor:
     """The block tables of the parts that sample."""
     tables = prepared.forward.block_tables
     if batch.num_samples == len(batch.requests):

@@ -92,6 +92,11 @@ class Runner:
             raise RuntimeError("the step was launched by another runner")
         return flight.result
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps may be in flight now, at most `max_in_flight`; 1 makes each wait for the host."""
+        return self.max_in_flight
+
     def reserve(self, state: SamplingState) -> None:
         """Makes room for what a request's options need on the device, before it is put in line.
 

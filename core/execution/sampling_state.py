@@ -129,10 +129,10 @@ class SamplingState:
         self.seen = _TokenCounts(self._prompt_ids) if params.repetition_penalty != 1.0 else None
         self.counts = _TokenCounts() if params.presence_penalty or params.frequency_penalty else None
 
-    @property
-    def signed_key(self) -> int:
-        """The key of the draws as a signed number of 64 bits, for tensors."""
-        return self.key - 2**64 if self.key >= 2**63 else self.key
+    def signed_key(self, stream: int = 0) -> int:
+        """The key of a stream of draws (see `uniform`) as a signed number of 64 bits, for tensors."""
+        key = self._key(stream)
+        return key - 2**64 if key >= 2**63 else key
 
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Takes in those of a request's output tokens that it has not yet."""
@@ -169,8 +169,10 @@ class SamplingState:
         Args:
             stream: which of several independent draws for that token; 0 is the one that chooses it.
         """
-        key = _mix(self.key ^ stream) if stream else self.key
-        return (_element(key, self.num_outputs + ahead) >> 11) * 2.0**-53
+        return (_element(self._key(stream), self.num_outputs + ahead) >> 11) * 2.0**-53
+
+    def _key(self, stream: int) -> int:
+        return _mix(self.key ^ stream) if stream else self.key
 
     def banned_ids(self) -> Ids:
         """Tokens that cannot be chosen now, beside those outside `allowed_ids`."""

@@ -36,7 +36,7 @@ from hookline.scheduling.request import Request, ScheduledBatch, ScheduledReques
 TokenMasks = Callable[[Request, Sequence[int]], torch.Tensor | None]
 
 # Which of a request's draws for an output token decides whether its draft is accepted.
-_COIN = 2
+COIN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,10 @@ class SpeculativeRunner(Runner):
 
     def _forward(self, prepared: PreparedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of all rows, where the model's own draft needs them, and of those whose logits are wanted."""
-        forward = prepared.forward
         if self.proposer is None:
-            hidden = self.model.forward(forward)
+            hidden = self.model.forward(prepared.forward)
             return hidden, hidden
-        every = torch.arange(forward.token_ids.shape[0], device=forward.token_ids.device)
-        hidden = self.model.forward(replace(forward, logits_rows=every))
-        return hidden, hidden.index_select(0, forward.logits_rows)
+        return hidden_states(self.model, prepared)
 
     def _rows(self, parts: Sequence[ScheduledRequest], states: Mapping[str, SamplingState]) -> _Rows:
         counts = [len(part.drafts) for part in parts]
@@ -175,7 +172,7 @@ class SpeculativeRunner(Runner):
         if self._chance is not None:
             usable = targets >= 0
             targets = torch.where(usable, logits.argmax(dim=-1)[rows.places], targets)
-            matches = usable[:, :-1] & (self._uniforms(rows, _COIN) < self._chance)
+            matches = usable[:, :-1] & (self._uniforms(rows, COIN) < self._chance)
         else:
             matches = exact_matches(rows.drafts, targets)
         if rows.drafts.numel() and (self._thinking is not None or self._sampled is not None):
@@ -211,7 +208,7 @@ class SpeculativeRunner(Runner):
             soft = ~rows.greedy[:, None] & usable
             requests = [part.request for part in rows.parts]
             found, recovered = self._sampled.verify(
-                requests, rows.drafts, scores, places, rows.states, self._uniforms(rows, _COIN), self._uniforms(rows)
+                requests, rows.drafts, scores, places, rows.states, self._uniforms(rows, COIN), self._uniforms(rows)
             )
         else:
             return matches, targets
@@ -289,6 +286,14 @@ class SpeculativeRunner(Runner):
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=dtype), self.model.device)
+
+
+def hidden_states(model: TransformerModel, prepared: PreparedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """States of all rows [T, M], which a draft needs, and of those whose logits are wanted [R, M]."""
+    forward = prepared.forward
+    every = torch.arange(forward.token_ids.shape[0], device=forward.token_ids.device)
+    hidden = model.forward(replace(forward, logits_rows=every))
+    return hidden, hidden.index_select(0, forward.logits_rows)
 
 
 def _logprobs(

@@ -12,13 +12,17 @@ import torch
 from hookline.batch_processor import BatchProcessor
 from hookline.config import ResolvedConfig
 from hookline.errors import UsageError
-from hookline.execution.decode_step import DecodeStep, choose_tokens
+from hookline.execution.decode_step import DecodeStep, DeviceStep, choose_tokens
 from hookline.execution.device_batch import DeviceBatch
 from hookline.execution.device_edits import edit_kinds
-from hookline.execution.device_runner import DeviceRunner
+from hookline.execution.device_runner import STEPS, DeviceRunner
+from hookline.execution.draft_batch import DraftDeviceBatch
 from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Runner
+from hookline.execution.speculative import synthetic_chance
 from hookline.execution.speculative_runner import SpeculativeRunner
+from hookline.execution.unified_runner import UnifiedRunner
+from hookline.execution.unified_step import UnifiedStep
 from hookline.execution.worst_case import measure_steps as measure
 from hookline.execution.worst_case import prefill_kinds
 from hookline.model import CacheTensors, TransformerModel
@@ -66,9 +70,10 @@ def measure_steps(model: TransformerModel, config: ResolvedConfig) -> tuple[int,
         return None
     _compile(model, config)
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    rows = min(config.max_running * (1 + drafts), max(config.max_batch_tokens, config.max_running))
-    prefill, decode = measure(model, config.max_batch_tokens, rows, config.block_size)
-    return prefill, decode + _GRAPH_OVERHEAD if config.cuda_graphs and not drafts else 0
+    sizes = config.max_batch_tokens, config.max_running, config.block_size
+    prefill, decode = measure(model, *sizes, drafts, proposes=_own_draft(model, config))
+    captured = config.cuda_graphs and (not drafts or _is_unified(model, config))
+    return prefill, decode + _GRAPH_OVERHEAD if captured else 0
 
 
 def start_runner(
@@ -79,45 +84,88 @@ def start_runner(
     max_model_len: int,
     notice: Callable[[int, int], None] | None = None,
 ) -> Runner:
-    """The overlapped runner, with its graphs captured, where the options or the device ask for it; else the plain one.
+    """An overlapped runner, with its graphs captured, where the options or the device ask for it; else a plain one.
 
-    A plugin whose batch processor makes its own tensors gets the plain one, and speculation one of its own.
+    A plugin whose batch processor makes its own tensors gets a plain one, and so does speculation whose drafts the host
+    proposes or accepts.
     """
-    if config.speculative is not None:
-        return SpeculativeRunner(model, processor, cache, config.speculative)
-    is_cuda = model.device.type == "cuda"
+    is_cuda, speculative = model.device.type == "cuda", config.speculative
     own_tensors = type(processor).prepare is not BatchProcessor.prepare
-    if own_tensors or not (is_cuda if config.overlap is None else config.overlap):
+    overlaps = not own_tensors and (is_cuda if config.overlap is None else config.overlap)
+    if speculative is not None and not (overlaps and _is_unified(model, config)):
+        return SpeculativeRunner(model, processor, cache, speculative)
+    if not overlaps:
         return Runner(model, processor, cache)
-    runner = DeviceRunner(model, processor, cache, max_running=config.max_running, max_model_len=max_model_len)
+    step = _make_step(model, cache, config, max_model_len, processor.rope_lengths)
+    if isinstance(step, UnifiedStep) and speculative is not None:
+        runner: DeviceRunner = UnifiedRunner(model, processor, cache, step, speculative)
+    else:
+        runner = DeviceRunner(model, processor, cache, step)
     if is_cuda and config.cuda_graphs:
         runner.capture(notice)
     return runner
+
+
+def _own_draft(model: TransformerModel, config: ResolvedConfig) -> bool:
+    """Whether the model's own draft proposes."""
+    return config.speculative is not None and config.speculative.method == "mtp" and model.proposer is not None
+
+
+def _is_unified(model: TransformerModel, config: ResolvedConfig) -> bool:
+    """Whether a speculative step can run on the device alone."""
+    chosen = config.speculative
+    by_host = chosen is None or chosen.use_relaxed_acceptance_for_thinking or chosen.draft_proposal == "sampled"
+    return _own_draft(model, config) and not by_host
+
+
+def _make_step(
+    model: TransformerModel,
+    cache: Mapping[str, Sequence[CacheTensors]],
+    config: ResolvedConfig,
+    max_model_len: int,
+    rope_lengths: bool,
+) -> DeviceStep:
+    """The step of running requests alone, with its slots."""
+    size, rows, device, speculative = config.block_size, config.max_running, model.device, config.speculative
+    if speculative is None or model.proposer is None or not _is_unified(model, config):
+        batch = DeviceBatch(rows, -(-max_model_len // size), rows, size, STEPS, device)
+        return DecodeStep(model, cache, batch, max_model_len, rope_lengths)
+    drafts, rate = speculative.num_speculative_tokens, speculative.synthetic_acceptance_rate
+    return UnifiedStep(
+        model,
+        cache,
+        DraftDeviceBatch(rows, max_model_len + 2 * drafts, drafts, size, STEPS, device),
+        max_model_len + drafts,
+        rope_lengths,
+        proposer=model.proposer,
+        chance=None if rate is None else synthetic_chance(rate, drafts),
+    )
 
 
 def _compile(model: TransformerModel, config: ResolvedConfig) -> None:
     """Runs small steps that bring their kernels' compilation, many at a time, for it is most of a cold start.
 
     Two steps that want the same kernel at the same time would both compile it. So the first are steps that share
-    little: a decode of one row, a choice of tokens, a prefill.
+    little: a decode of one request, a choice of tokens, a prefill.
     """
-    device, size, rows = model.device, config.block_size, config.max_running
-    longest = config.max_model_len or model.longest_context()
-    batch = DeviceBatch(rows, -(-longest // size), rows, size, 1, device)
-    decode = DecodeStep(model, allocate_cache(model.cache_specs(), 1, size, device), batch, longest, rope_lengths=True)
-    first, *decodes = decode.kinds()
-    prefill, *prefills = prefill_kinds(model, size)
+    device, size = model.device, config.block_size
+    cache = allocate_cache(model.cache_specs(), 1, size, device)
+    step = _make_step(model, cache, config, config.max_model_len or model.longest_context(), rope_lengths=True)
+    first, *decodes = step.kinds()
+    drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    prefill, *prefills = prefill_kinds(model, size, drafts if _own_draft(model, config) else 0)
 
     def run(kind: Callable[[], object]) -> None:
         with torch.cuda.device(device):
             kind()
 
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(run, (first, partial(_choose, model, batch), prefill)))
+        list(pool.map(run, (first, partial(_choose, model, step.batch), prefill)))
         list(pool.map(run, [*decodes, *prefills, *edit_kinds(model.shapes.vocab_size, device)]))
 
 
 @torch.inference_mode()
 def _choose(model: TransformerModel, batch: DeviceBatch) -> None:
-    logits = torch.zeros((1, model.shapes.vocab_size), device=model.device)
-    choose_tokens(logits, batch.inputs.first(1).options)
+    options = batch.inputs.first(1).options
+    logits = torch.zeros((len(options.keys), model.shapes.vocab_size), device=model.device)
+    choose_tokens(logits, options)

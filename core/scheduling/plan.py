@@ -14,6 +14,7 @@ class Plan:
 
     Attributes:
         budget: tokens that may still be scheduled.
+        held: tokens kept for running requests that get none in this step, but will in the next.
         ones: parts of one token, which come first in the batch.
         chunks: parts of more.
         preempted: requests that lost their blocks in this step.
@@ -22,6 +23,7 @@ class Plan:
     """
 
     budget: int
+    held: int = 0
     samples: int = 0
     ones: list[ScheduledRequest] = field(default_factory=list)
     chunks: list[ScheduledRequest] = field(default_factory=list)
@@ -36,6 +38,11 @@ class Plan:
         (self.ones if count == 1 else self.chunks).append(part)
         self.budget -= count
         self.samples += part.samples
+
+    def hold(self) -> None:
+        """Keep a token's place in the budget for a request that sits this step out."""
+        self.budget -= 1
+        self.held += 1
 
     def drop(self, request: Request) -> None:
         """Take back a decode that was decided already, for its request was preempted."""

@@ -44,7 +44,8 @@ class Request:
         stop_token_id: the token that ended the output, if one did.
         draft_token_ids: proposed to follow `output_token_ids`, for the next step to verify; no tokens of the request.
         computed_tokens: tokens, from the first, whose cache is filled, by the steps in flight as well.
-        pending_tokens: tokens that steps in flight choose: they are there, but not known yet.
+        pending_tokens: tokens that steps in flight choose: they are there, but not known yet. Drafts that such a step
+            verifies count as accepted until its update, here and in `computed_tokens`.
         cached_tokens: of those, how many came from the prefix cache when the request was first scheduled.
         preemptions: how often it lost its blocks.
         preempted_at: the computed tokens it had when it last lost its blocks.
@@ -90,6 +91,17 @@ class Request:
         if start >= prompt:
             return self.output_token_ids[start - prompt : stop - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+
+    def reject(self, count: int) -> int:
+        """Takes note that a step whose tokens have come rejected so many drafts; drops what was proposed before it.
+
+        Returns:
+            the tokens that were computed after that step.
+        """
+        self.draft_token_ids = ()
+        if self.status is RequestStatus.RUNNING:  # one that was preempted meanwhile has nothing computed
+            self.computed_tokens -= count
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
 
     def find_end(self, count: int) -> FinishReason | None:
         """Why the request ends with one of its last `count` output tokens, if it does; those after it are dropped."""

@@ -182,7 +182,7 @@ class Scheduler:
         batch = ScheduledBatch(
             requests=(*plan.ones, *plan.chunks),
             num_decodes=len(plan.ones),
-            num_tokens=self._max_batch_tokens - plan.budget,
+            num_tokens=self._max_batch_tokens - plan.budget - plan.held,
             num_samples=plan.samples,
             preempted=tuple(plan.preempted),
             admitted=tuple(plan.admitted),
@@ -191,7 +191,7 @@ class Scheduler:
         for part in batch.requests:
             request = part.request
             request.computed_tokens = part.start + part.count
-            request.pending_tokens += part.samples
+            request.pending_tokens += part.samples + len(part.drafts)
         repeats = batch.version is not None and batch.version == self._decided_version and self._is_closed
         self._steady = SteadyDecode(batch, self._pool.block_size) if repeats else None
         self._decided_version = batch.version
@@ -225,13 +225,12 @@ class Scheduler:
         every = sampled if len(sampled) == len(batch.requests) else _spread(batch, sampled)
         for part, tokens in zip(batch.requests, every, strict=True):
             request = part.request
-            request.pending_tokens -= part.samples
+            request.pending_tokens -= part.samples + len(part.drafts)
             if request.status is not finished:
                 output, computed = request.output_token_ids, part.start + part.count
                 output += tokens
                 if part.drafts:
-                    computed -= len(part.drafts) + 1 - len(tokens)
-                    request.computed_tokens, request.draft_token_ids = computed, ()
+                    computed = request.reject(part.count - len(tokens))
                 # One that was preempted meanwhile holds no blocks now; its token is as good as any.
                 if computed % block_size < part.count and request.status is running:
                     self._owners[request.request_id].register(computed)
@@ -435,9 +434,9 @@ class Scheduler:
         self._version += 1
         for part in batch.requests:
             request = part.request
-            request.pending_tokens -= part.samples
+            request.pending_tokens -= part.samples + len(part.drafts)
             if request.status is RequestStatus.RUNNING:
-                request.computed_tokens = part.start
+                request.computed_tokens -= part.count
 
     def _check_turn(self, batch: ScheduledBatch, place: int) -> None:
         if not self._in_flight or self._in_flight[place] is not batch:

@@ -57,7 +57,7 @@ def packed(states: Sequence[SamplingState], device: torch.device | str = "cpu") 
         "min_p": ([s.params.min_p for s in states], torch.float32),
         "top_k": ([s.top_k for s in states], torch.int32),
         "num_outputs": ([s.num_outputs for s in states], torch.int32),
-        "keys": ([s.signed_key for s in states], torch.int64),
+        "keys": ([s.signed_key() for s in states], torch.int64),
     }
     return SamplingOptions(
         **{name: torch.tensor(values, dtype=dtype, device=device) for name, (values, dtype) in columns.items()}

@@ -2,7 +2,8 @@
 
 The model here chooses each token from all tokens before it, as read from its cache. So a request's output is known
 beforehand, and a block that is shared, used again or given away wrongly shows at once. In some of the scripts requests
-have drafts, right and wrong ones: what rejected drafts and looking ahead leave in the cache is rubbish.
+have drafts, right and wrong ones: what rejected drafts and looking ahead leave in the cache is rubbish. With two steps
+in flight the model alone knows where a request stands, and its drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VOCABULARY, EOS = 5, 4
 RUBBISH = -3
 EXPECTED_EVENTS = (
     *("accepted all", "accepted none", "accepted some", "draft past the end", "drafts cut", "drafts in a mixed batch"),
-    *("preempted with drafts", "prefix hit of drafts", "retracted drafts"),
+    *("preempted with drafts", "prefix hit of drafts", "retracted drafts", "drafts in flight"),
     "abort computed in flight",
     "abort decoding",
     "abort in flight",
@@ -115,10 +116,14 @@ class Simulation:
             room = self.pool.num_blocks * self.block_size - self.lookahead
             self.max_model_len = max(2, min(self.max_model_len, room))
         self.max_batch_tokens = rng.randint(1, 40)
-        self.depth = 1 if self.max_drafts else rng.choice((1, 1, 2, 3))
-        self.flights: deque[tuple[ScheduledBatch, list[list[int]]]] = deque()
+        self.depth = rng.choice((1, 2) if self.max_drafts else (1, 1, 2, 3))
+        self.flights: deque[tuple[ScheduledBatch, list[list[int]], list[list[int]]]] = deque()
+        # By request, its output tokens and drafts as the model knows them, steps in flight included.
+        self.known: dict[Request, tuple[int, list[int]]] = {}
+        drafting = {"num_drafts": self.max_drafts} if self.max_drafts else {}
         self.scheduler = (SpeculativeScheduler if self.max_drafts else Scheduler)(
             self.pool,
+            **drafting,
             lookahead=self.lookahead,
             max_in_flight=self.depth,
             max_batch_tokens=self.max_batch_tokens,
@@ -199,7 +204,8 @@ class Simulation:
         self.look_at(batch, before[0])
         self.seen["abort in flight"] += self.abort_rarely()
         self.check()
-        sampled = self.compute(batch)
+        before_it = dict(self.known)
+        sampled, drafts = self.compute(batch)
         self.seen["abort computed in flight"] += self.abort_rarely()
         if not self.quiet and self.rng.random() < 0.01:
             lost = [part.request for part in batch.requests if part.request.status is RequestStatus.RUNNING]
@@ -209,28 +215,30 @@ class Simulation:
             return
         if not self.quiet and self.rng.random() < 0.01:
             self.scheduler.retract(batch)
+            self.known = before_it
             self.seen["retracted step"] += 1
             self.seen["retracted drafts"] += any(part.drafts for part in batch.requests)
             return
-        self.flights.append((batch, sampled))
+        self.flights.append((batch, sampled, drafts))
         if self.depth == 1:
             self.land()
 
     def land(self) -> None:
         """The oldest step's results arrive."""
-        batch, sampled = self.flights.popleft()
+        batch, sampled, drafts = self.flights.popleft()
         waiting = [part.request.status is RequestStatus.WAITING for part in batch.requests]
         self.seen["update after preemption"] += any(waiting)
         results = self.scheduler.update(batch, sampled)
         assert [request for request, _ in results] == [part.request for part in batch.requests if part.samples]
         if isinstance(self.scheduler, SpeculativeScheduler):
-            self.scheduler.take_drafts(batch, [self.propose(request) for request, _ in results])
+            self.scheduler.take_drafts(batch, drafts)
             assert all(not f.request.draft_token_ids for f in self.live() if not f.request.block_table)
 
-    def propose(self, request: Request) -> list[int]:
-        """Some of the tokens that come next, and from some place on others."""
-        followed, count = self.followed[request.request_id], self.rng.randint(0, self.max_drafts)
-        drafts = followed.continued(len(request.output_token_ids), count)
+    def propose(self, request: Request, done: int) -> list[int]:
+        """Some of the tokens that come next after `done` output tokens, and from some place on others."""
+        followed, count = self.followed[request.request_id], self.max_drafts
+        count = count if self.depth > 1 else self.rng.randint(0, count)
+        drafts = followed.continued(done, count)
         wrong = self.rng.randint(0, count) if self.rng.random() < 0.6 else count
         return drafts[:wrong] + [(token + 1) % VOCABULARY for token in drafts[wrong:]]
 
@@ -242,7 +250,8 @@ class Simulation:
         assert all(part.count >= 1 and part.start + part.count == part.request.computed_tokens for part in parts)
         for part in parts:
             end, held = part.start + part.count + self.lookahead, len(part.request.block_table)
-            most = max(end, part.request.num_tokens + self.max_drafts + self.lookahead) if self.max_drafts else end
+            ahead = self.max_drafts + self.lookahead + (self.depth - 1) * (self.max_drafts + 1)
+            most = max(end, part.request.num_tokens + ahead) if self.max_drafts else end
             assert self.pool.blocks_for(end) <= held <= self.pool.blocks_for(most), "too few blocks, or hoarding"
         assert len({part.request for part in parts}) == len(parts)
         if self.natural and not self.flights:
@@ -258,47 +267,67 @@ class Simulation:
         if self.max_drafts:
             self.seen["preempted with drafts"] += any(request.output_token_ids for request in batch.preempted)
 
-    def compute(self, batch: ScheduledBatch) -> list[list[int]]:
-        """All parts write their places, then all read their context; returns the tokens of the parts that sample."""
+    def compute(self, batch: ScheduledBatch) -> tuple[list[list[int]], list[list[int]]]:
+        """All parts write their places, then all read their context.
+
+        Returns:
+            the tokens of the parts that sample, and what is proposed behind them.
+        """
         size = self.block_size
-        for part in batch.requests:
+        places = [self.place(part) for part in batch.requests]
+        for part, (start, drafts) in zip(batch.requests, places, strict=True):
             followed = self.followed[part.request.request_id]
-            right = part.start + part.count - len(part.drafts) + self.accepted(part)
-            for position in range(part.start, part.start + part.count + self.lookahead):
+            assert start <= part.start and (start == part.start or self.flights), "less room than tokens"
+            right = start + part.count - len(drafts) + self.accepted(part, drafts)
+            for position in range(start, start + part.count + self.lookahead):
                 block_id = part.request.block_table[position // size]
                 assert self.pool.references(block_id) == 1 and not self.pool.is_reusable(block_id), "shared and written"
                 value = followed.digest_at(position) if position < right else RUBBISH
                 self.cache[block_id * size + position % size] = value
-        sampled = []
-        for part in batch.requests:
-            followed = self.followed[part.request.request_id]
-            accepted = self.accepted(part)
-            context = part.start + part.count - len(part.drafts)
-            read = [value for i in part.request.block_table for value in self.cache[i * size : (i + 1) * size]]
+        sampled, proposed = [], []
+        for part, (start, drafts) in zip(batch.requests, places, strict=True):
+            request, followed = part.request, self.followed[part.request.request_id]
+            accepted = self.accepted(part, drafts)
+            context = start + part.count - len(drafts)
+            read = [value for i in request.block_table for value in self.cache[i * size : (i + 1) * size]]
             expected = [followed.digest_at(position) for position in range(context + accepted)]
-            assert read[: context + accepted] == expected, f"{part.request.request_id} reads another's cache"
-            assert part.samples == (context == part.request.num_tokens - part.samples)
+            assert read[: context + accepted] == expected, f"{request.request_id} reads another's cache"
+            own = part.samples + len(drafts)
+            assert part.samples == (part.start + part.count - len(drafts) == request.num_tokens - own)
             if part.samples:
-                done = len(part.request.output_token_ids) + part.request.pending_tokens - 1
+                done = context - len(request.prompt_token_ids)
                 self.seen["surplus token"] += done >= len(followed.answer)
                 count = self.rng.choice((1, 1, 1, 2, 3)) if self.depth == 1 and not self.max_drafts else 1 + accepted
                 self.seen["several tokens"] += count > 1 and not self.max_drafts
                 beyond = followed.continued(done, count)
                 if not self.max_drafts:
                     beyond = [*followed.answer[done : done + count], 0][:count]
-                sampled.append([] if part.request.status is RequestStatus.FINISHED else beyond)
+                sampled.append([] if request.status is RequestStatus.FINISHED else beyond)
+                proposed.append(self.propose(request, done + count))
+                self.known[request] = done + count, proposed[-1]
                 self.note_accepted(part, accepted, done + 1 + accepted > len(followed.answer))
-        return sampled
+        return sampled, proposed
 
-    def accepted(self, part: ScheduledRequest) -> int:
+    def place(self, part: ScheduledRequest) -> tuple[int, list[int]]:
+        """Where a part begins, and its drafts, as the model knows them."""
+        if not part.drafts:
+            return part.start, []
+        done, drafts = self.known[part.request]
+        if not self.flights:
+            assert list(part.drafts) == drafts[: len(part.drafts)]
+        return len(part.request.prompt_token_ids) + done - 1, drafts[: len(part.drafts)]
+
+    def accepted(self, part: ScheduledRequest, drafts: list[int]) -> int:
         """How many of its drafts the model chooses itself."""
-        done = len(part.request.output_token_ids)
-        right = self.followed[part.request.request_id].continued(done, len(part.drafts))
-        equal = [draft == token for draft, token in zip(part.drafts, right, strict=True)]
+        if not drafts:
+            return 0
+        right = self.followed[part.request.request_id].continued(self.known[part.request][0], len(drafts))
+        equal = [draft == token for draft, token in zip(drafts, right, strict=True)]
         return equal.index(False) if False in equal else len(equal)
 
     def note_accepted(self, part: ScheduledRequest, accepted: int, beyond: bool) -> None:
         if part.drafts:
+            self.seen["drafts in flight"] += bool(self.flights)
             which = "all" if accepted == len(part.drafts) else "some" if accepted else "none"
             self.seen[f"accepted {which}"] += 1
             self.seen["draft past the end"] += accepted > 0 and beyond

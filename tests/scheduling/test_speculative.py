@@ -186,5 +186,5 @@ def test_verbs_out_of_turn_are_refused() -> None:
     scheduler.update(batch, [[1]])
     with pytest.raises(SchedulerError, match="2 lists of drafts for 1 parts"):
         scheduler.take_drafts(batch, [[1], [2]])
-    with pytest.raises(SchedulerError, match="only one can be in flight"):
+    with pytest.raises(SchedulerError, match="leave room for one in flight alone"):
         make(max_in_flight=2)

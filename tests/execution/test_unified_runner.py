@@ -1,0 +1,263 @@
+"""Speculative steps that are launched before the one before is known give what plain steps give, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookline import Engine, EngineConfig, SamplingParams
+from hookline.config import SpeculativeConfig
+from hookline.execution.speculative_runner import SpeculativeRunner
+from hookline.execution.unified_runner import UnifiedRunner
+from tests.execution.test_device_runner import results
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-glm5.2-mtp"
+TEXT = "Once upon a time there was a fox who lived in a forest near the river, and every day he went to the market."
+PROMPTS = [TEXT[: 3 + 20 * n] for n in range(6)] + ["Tell me a short story.", "x"]
+
+PARAMS = [
+    SamplingParams(max_tokens=20, ignore_eos=True),
+    SamplingParams(max_tokens=25, temperature=0.8, seed=5),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=18, temperature=1.3, top_p=0.9, seed=6),
+    SamplingParams(max_tokens=30, temperature=0.7, top_k=5, min_p=0.05, seed=7),
+    SamplingParams(max_tokens=22, stop_token_ids=tuple(range(0, 250, 9))),
+    SamplingParams(max_tokens=12, temperature=1.0, top_k=40, top_p=0.8, seed=8),
+    SamplingParams(max_tokens=2, ignore_eos=True),
+]
+EDITED = [
+    SamplingParams(max_tokens=9, repetition_penalty=1.3),
+    SamplingParams(max_tokens=6, logprobs=2),
+    SamplingParams(max_tokens=7, prompt_logprobs=1, temperature=0.5, seed=1),
+]
+
+
+def engine(overlap: bool, drafts: int = 3, changes: dict[str, Any] | None = None, **options: Any) -> Engine:
+    switches = {name: options.pop(name) for name in ("max_chunk_tokens", "preempt_every") if name in options}
+    known = {"block_size": 8, "dtype": "float32", "device": "cpu", "max_model_len": 96, "kv_cache_memory": 2**22}
+    speculative = SpeculativeConfig(num_speculative_tokens=drafts, **changes or {}) if drafts else None
+    config = EngineConfig(str(MODEL), overlap=overlap, speculative=speculative, **(known | options))
+    made = Engine(config, **switches)
+    assert isinstance(made._runner, UnifiedRunner) == (overlap and bool(drafts))
+    return made
+
+
+def finish(run: Engine) -> None:
+    """Nothing is left behind."""
+    run._settle()
+    run.scheduler.check()
+    assert run.pool.num_referenced == 0
+
+
+def spy_on_launches(run: Engine) -> list[int]:
+    """How many steps were in flight at each launch."""
+    runner, seen = run._runner, list[int]()
+    launch = runner.launch
+
+    def spy(batch: Any, states: Any) -> Any:
+        seen.append(len(run._flights))
+        return launch(batch, states)
+
+    runner.launch = spy  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Callable[[Sequence[SamplingParams]], list[Any]]:
+    """Results of plain steps without drafts."""
+    known: dict[int, list[Any]] = {}
+
+    def compute(kinds: Sequence[SamplingParams]) -> list[Any]:
+        if id(kinds) not in known:
+            with engine(False, 0) as plain:
+                known[id(kinds)] = results(plain.generate(PROMPTS, list(kinds)))
+        return known[id(kinds)]
+
+    return compute
+
+
+MIXED = PARAMS[:5] + EDITED
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"drafts": 1},
+        {"drafts": 5, "block_size": 4},
+        {"max_batch_tokens": 11},
+        {"max_running": 3},
+        {"kv_cache_memory": 500_000},
+        {"preempt_every": 4},
+        {"preempt_every": 3, "max_chunk_tokens": 5, "prefix_caching": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kinds", [PARAMS, MIXED], ids=["plain", "edited"])
+def test_equals_plain_steps(options: dict[str, Any], kinds: list[SamplingParams], wanted: Any) -> None:
+    with engine(True, **options) as run:
+        launches = spy_on_launches(run)
+        outputs = [run.generate(PROMPTS, kinds) for _ in range(2)]
+        finish(run)
+    assert [results(each) for each in outputs] == [wanted(kinds)] * 2
+    assert max(launches) == 1, "steps did not overlap"
+    steps = [step for output in outputs[0] for step in output.outputs[0].speculative or ()]
+    assert any(step.num_accepted for step in steps) and any(step.num_accepted < step.num_drafts for step in steps)
+
+
+@pytest.mark.parametrize("changes", [{}, {"synthetic_acceptance_rate": 0.5}], ids=str)
+def test_steps_are_those_that_the_host_settles(changes: dict[str, Any]) -> None:
+    """Accepted counts and drafts too, but for steps that end a request, whose last drafts nobody needs."""
+    found = []
+    for overlap in (False, True):
+        with engine(overlap, changes=changes, max_batch_tokens=64) as run:
+            outputs = run.generate(PROMPTS[:5], SamplingParams(max_tokens=24, ignore_eos=True))
+            steps = [output.outputs[0].speculative or () for output in outputs]
+            found.append([[(s.num_accepted, s.next_token, s.drafts) for s in each[:-2]] for each in steps])
+    assert found[0] == found[1]
+    assert sum(map(len, found[0])) > 20
+
+
+def test_a_request_that_comes_and_one_that_goes() -> None:
+    long = SamplingParams(max_tokens=40, ignore_eos=True)
+    with engine(False, 0) as run:
+        want = results(run.generate(PROMPTS[3:5], long))
+    with engine(True, max_running=3) as run:
+        first = run.add_request(PROMPTS[3], long)
+        gone, outputs, second = [run.add_request(PROMPTS[6], long)], {}, ""
+        for step in range(200):
+            outputs |= {output.request_id: output for output in run.step()}
+            if step == 3:
+                assert run.abort(gone[0])
+                second = run.add_request(PROMPTS[4], long)
+            if 4 < step < 12:
+                gone.append(run.add_request(PROMPTS[0], long))
+                assert run.abort(gone[-1])
+            if not run.has_work:
+                break
+        assert results([outputs[first], outputs[second]]) == want
+        assert {outputs[name].outputs[0].finish_reason for name in gone} == {"abort"}
+        finish(run)
+
+
+@pytest.mark.parametrize("options", [{}, {"presence_penalty": 1.5, "logprobs": 2}], ids=str)
+@pytest.mark.parametrize("where", ["launch", "after launch", "collect", "between"])
+def test_an_interrupt_loses_nothing(where: str, options: dict[str, Any]) -> None:
+    many, long = PROMPTS[:4], SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True, **options)
+    with engine(False, 0) as run:
+        want = results(run.generate(many, long))
+    with engine(True) as run:
+        names = [run.add_request(prompt, long) for prompt in many]
+        owner, verb = (run, "_launch") if where == "between" else (run._runner, where.removeprefix("after "))
+        original, calls = getattr(owner, verb), 0
+
+        def interrupted(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = original(*arguments) if where in ("after launch", "between") else None
+            if calls in (2, 5, 6):
+                raise KeyboardInterrupt
+            return result if result is not None else original(*arguments)
+
+        setattr(owner, verb, interrupted)
+        outputs, interrupts = {}, 0
+        while run.has_work:
+            try:
+                outputs |= {output.request_id: output for output in run.step()}
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert interrupts == 3
+        assert results([outputs[name] for name in names]) == want
+        finish(run)
+
+
+def test_a_lost_step_ends_its_own_requests() -> None:
+    with engine(True, max_running=2) as run:
+        collect, calls = run._runner.collect, 0
+
+        def failing(flight: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise RuntimeError("the device is gone")
+            return collect(flight)
+
+        run._runner.collect = failing  # type: ignore[method-assign]
+        outputs = run.generate(PROMPTS[:4], SamplingParams(max_tokens=20, ignore_eos=True))
+        reasons = [output.outputs[0].finish_reason for output in outputs]
+        assert reasons == ["error", "error", "length", "length"]
+        finish(run)
+
+
+def test_masks_take_turns_with_the_host() -> None:
+    """As those of a grammar would: every token must be even."""
+    found = []
+    for overlap in (False, True):
+        with engine(overlap) as run:
+            vocab = run.vocab_size
+            mask = torch.full((-(-vocab // 32),), 0x55555555, dtype=torch.int32)
+            run._runner.masks = lambda request, drafts, mask=mask: mask.expand(len(drafts) + 1, -1)  # type: ignore
+            launches = spy_on_launches(run)
+            found.append(results(run.generate(PROMPTS[:4], SamplingParams(max_tokens=16, ignore_eos=True))))
+            assert max(launches) == 0
+    assert found[0] == found[1]
+    assert all(token % 2 == 0 for ids, *_ in found[1] for token in ids)
+
+
+def test_a_token_that_cannot_be_chosen_ends_its_own_request() -> None:
+    """Logits of one request are no numbers from some place on; its neighbour's are."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with engine(True) as run:
+        want = results(run.generate(PROMPTS[:1], params))
+        model = run.loaded.opened.model
+        forward, compute, rows = model.forward, model.compute_logits, list[torch.Tensor]()
+
+        def watched(batch: Any) -> torch.Tensor:
+            # The second request is the longer one: it has more tokens in its context.
+            lengths = batch.context_lens.repeat_interleave(batch.query_starts.diff().long())
+            rows[:] = [lengths > 36]
+            return forward(batch)
+
+        def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute(hidden)
+            return torch.where(rows[0][:, None], torch.nan, logits) if len(rows[0]) == len(logits) else logits
+
+        model.forward, model.compute_logits = watched, poisoned  # type: ignore[method-assign]
+        outputs = run.generate([PROMPTS[0], PROMPTS[5]], params)
+        assert outputs[1].outputs[0].finish_reason == "error"
+        assert results(outputs[:1]) == want
+        finish(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlap", "kind"),
+    [
+        ({}, True, UnifiedRunner),
+        ({}, None, SpeculativeRunner),
+        ({"method": "ngram"}, True, SpeculativeRunner),
+        ({"draft_proposal": "sampled"}, True, SpeculativeRunner),
+        ({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 4}, True, SpeculativeRunner),
+    ],
+    ids=str,
+)
+def test_which_runner_serves(changes: dict[str, Any], overlap: bool | None, kind: type) -> None:
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "kv_cache_memory": 2**22}
+    speculative = SpeculativeConfig(num_speculative_tokens=2, **changes)
+    with Engine(EngineConfig(str(MODEL), overlap=overlap, speculative=speculative, **options)) as run:
+        assert type(run._runner) is kind
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"max_running": 3}, {"preempt_every": 4}], ids=str)
+@pytest.mark.parametrize("kinds", [PARAMS[:1] * 8, MIXED], ids=["greedy", "mixed"])
+def test_a_gpu_gives_the_same(options: dict[str, Any], kinds: list[SamplingParams], wanted: Any) -> None:
+    with engine(True, device="cuda", **options) as run:
+        launches = spy_on_launches(run)
+        assert results(run.generate(PROMPTS, kinds)) == wanted(kinds)
+        assert max(launches) == 1
+        finish(run)
