@@ -5,15 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 from hookline.benchmark.workload import Lengths, fixed_lengths, make_prompts
 from hookline.errors import HooklineError
 from hookline.sampling_params import SamplingParams
-from hookline.scheduling.output import RequestOutput
+from hookline.scheduling.output import RequestOutput, SpeculativeStep
 
 Clock = Callable[[], float]
 Say = Callable[[str], None]
+
+# Steps of one timing, those that come before it when every request has its prefill behind it, and those in flight
+# beyond it where a loop runs ahead of the host.
+TIMED_STEPS = 32
+SETTLING_STEPS = 4
+SPARE_STEPS = 4
 
 
 class Server(Protocol):
@@ -23,6 +30,7 @@ class Server(Protocol):
     def has_work(self) -> bool: ...
     def add_request(self, prompt: list[int], params: SamplingParams, /, *, stream: bool = False) -> str: ...
     def step(self) -> list[RequestOutput]: ...
+    def abort(self, request_id: str, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,35 @@ class Latency:
     def decode_rate(self) -> float:
         """Decoded tokens a second, over all requests."""
         return self.batch / self.tpot
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Decode steps in which every request of a batch runs.
+
+    Attributes:
+        seconds: of a step, the best of the repeats.
+        batch: requests.
+        context: tokens of a request half way through the steps, the mean.
+        drafts: that a step verifies of each request, the mean; 0 without speculation.
+        accepted: how many of them it accepts, the mean.
+    """
+
+    seconds: float
+    batch: int
+    context: float
+    drafts: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """Tokens a step, over all requests."""
+        return self.batch * (1 + self.accepted)
+
+    @property
+    def tpot(self) -> float:
+        """Seconds of a step for each of the tokens that a request gets in it."""
+        return self.seconds / (1 + self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +158,86 @@ def measure_latency(
         wholes.append(run_all(server, prompts, [choice.params(length.output, n) for n in range(batch)], clock).seconds)
         say(f"repeat {number + 1} of {repeats}: first token {firsts[-1]:.4f} s, all tokens {wholes[-1]:.4f} s")
     return Latency(min(firsts), min(wholes), batch, length.output)
+
+
+def settling_steps(batch: int, prompt: int, drafts: int, budget: int) -> int:
+    """Steps after which every request decodes, where prefill chunks and decodes share `budget` tokens a step."""
+    decoding = batch * (1 + drafts)
+    return -(-batch * prompt // max(1, budget - decoding)) + 1 + SETTLING_STEPS
+
+
+def measure_steps(
+    server: Server,
+    vocab_size: int,
+    batch: int,
+    prompt: int,
+    repeats: int,
+    choice: Choice,
+    *,
+    drafts: int,
+    budget: int,
+    room: int,
+    clock: Clock = time.perf_counter,
+) -> Steps:
+    """Times decode steps of a batch that has its prefill behind it; its requests are aborted at the end.
+
+    Args:
+        server: with prefix caching off, and room for the whole batch.
+        drafts: most that a step verifies of each request; 0 without speculation.
+        budget: tokens of a step.
+        room: most tokens of a request, prompt and output.
+
+    Raises:
+        HooklineError: if there is no room for a step, or a request did not run in each of them.
+    """
+    settling = settling_steps(batch, prompt, drafts, budget)
+    fits = (room - prompt) // (1 + drafts) - settling - SPARE_STEPS
+    steps = min(TIMED_STEPS, fits // repeats)
+    if steps < 1:
+        raise HooklineError(
+            f"decode steps cannot be timed: of {room:,} tokens a prompt of {prompt:,} leaves room for "
+            f"{max(0, fits)} of them, and {repeats} are needed",
+            hint="Raise --max-model-len or --kv-cache-memory, or take shorter prompts.",
+        )
+    longest = (settling + repeats * steps + SPARE_STEPS) * (1 + drafts)
+    prompts = make_prompts(fixed_lengths(batch, prompt, longest), vocab_size)
+    ids = [server.add_request(each, choice.params(longest, number)) for number, each in enumerate(prompts)]
+    done, times = list[RequestOutput](), list[float]()
+    try:
+        for _ in range(settling):
+            done += server.step()
+        for _ in range(repeats):
+            start = clock()
+            for _ in range(steps):
+                done += server.step()
+            times.append((clock() - start) / steps)
+    finally:
+        for request_id in ids:
+            server.abort(request_id)
+        while server.has_work:
+            done += server.step()
+    return _steps(done, min(times), batch, prompt, repeats * steps)
+
+
+def _steps(done: Sequence[RequestOutput], seconds: float, batch: int, prompt: int, timed: int) -> Steps:
+    """What the last `timed` steps of aborted requests verified and accepted."""
+    records, contexts = list[SpeculativeStep](), list[float]()
+    for output in done:
+        (one,) = output.outputs
+        every = one.speculative
+        decoded = len(one.token_ids) - 1 if every is None else len(every) - 1  # but for the step of the first token
+        if one.finish_reason != "abort" or decoded < timed:
+            raise HooklineError(
+                f"{output.request_id} was in {decoded} of {timed} decode steps: {output.error or one.finish_reason}",
+                hint="The measure is void. Is max_model_len, the cache or the budget too small for the batch?",
+            )
+        own = (every or ())[-timed:]
+        records += own
+        contexts.append(prompt + len(one.token_ids) - (timed + sum(record.num_accepted for record in own)) / 2)
+    if not records:
+        return Steps(seconds, batch, fmean(contexts))
+    drafts, accepted = (fmean(getattr(record, name) for record in records) for name in ("num_drafts", "num_accepted"))
+    return Steps(seconds, batch, fmean(contexts), drafts, accepted)
 
 
 def measure_prefill(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from hookline.benchmark.costs import containers
 from hookline.benchmark.machine import synchronize
 from hookline.loading import OpenedModel
 from hookline.parameter_base import Parameter
@@ -17,6 +18,8 @@ from hookline.parameters import (
     EmbeddingParameter,
     FusedGatedMLPParameter,
     GatedMLPParameter,
+    MLP1Parameter,
+    MLP2Parameter,
     MoEGatingWeightParameter,
     UnembedParameter,
 )
@@ -24,8 +27,11 @@ from hookline_kernels.activation import GATED_ACTIVATIONS
 from hookline_kernels.linear import linear, linear_gated
 from hookline_kernels.tune_linear import Product
 
+Key = TypeVar("Key", bound=Hashable)
+
 _GATED = (GatedMLPParameter, FusedGatedMLPParameter)
 _WIDE = (UnembedParameter, MoEGatingWeightParameter)
+_MLP = (*_GATED, MLP1Parameter, MLP2Parameter)
 
 # Least seconds of one timing, reckoned at this many bytes a second.
 _TIMED_SECONDS, _GPU_SPEED, _CPU_SPEED = 2e-3, 4e12, 2e10
@@ -46,7 +52,10 @@ def model_products(opened: OpenedModel) -> tuple[Product, ...]:
     for name, shape in model.checkpoint_shapes():
         opened.containers.map_param(name, torch.empty(shape, dtype=model.dtype, device=model.device))
     opened.containers.validate()
-    return tuple(_weights(opened))
+    found: dict[Product, list[torch.Tensor]] = {}
+    for _, _, product, weight in _matrices(opened):
+        found.setdefault(product, []).append(weight)
+    return tuple(_by_bytes(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +65,15 @@ class ProductTime:
     Attributes:
         name: of its parameter.
         shape: of the weight, [N, K].
-        count: layers that have one.
+        rows: of its input.
+        count: how many a step has.
         bytes: of one weight, its input and its output.
         microseconds: of one.
     """
 
     name: str
     shape: tuple[int, int]
+    rows: int
     count: int
     bytes: int
     microseconds: float
@@ -74,38 +85,64 @@ class ProductTime:
 
 
 @torch.inference_mode()
-def time_products(opened: OpenedModel, tokens: int) -> list[ProductTime]:
-    """Each product of a loaded model, times `tokens` rows, as the engine chooses to compute it; in the model's order.
+def time_products(opened: OpenedModel, requests: int, drafts: int = 0) -> list[ProductTime]:
+    """Each product of a decode step of a loaded model, as the engine chooses to compute it, by its bytes in the step.
 
     Layer after layer takes its turn, so that a weight comes from memory and not from a cache, unless all weights of a
-    shape fit into one. On a GPU the calls are in a CUDA graph.
+    shape fit into one. On a GPU the calls are in a CUDA graph. A step that verifies drafts has products of all its rows
+    and, where the draft is the model's own, products of one row a request.
+
+    Args:
+        drafts: that the step verifies of each request.
     """
     model, activation = opened.model, getattr(opened.config, "activation", "silu")
+    calls: dict[tuple[int, Product], list[torch.Tensor]] = {}
+    for is_draft, kind, product, weight in _matrices(opened):
+        for rows, times in _passes(opened, is_draft, kind, requests, drafts):
+            if times and weight.dtype == model.dtype:
+                calls.setdefault((rows, product), []).extend([weight] * times)
     found = []
-    for product, weights in _weights(opened).items():
-        if weights[0].dtype != model.dtype:
-            continue
-        x = torch.randn(tokens, product.k, device=model.device, dtype=model.dtype)
+    for (rows, product), weights in _by_bytes(calls).items():
+        x = torch.randn(rows, product.k, device=model.device, dtype=model.dtype)
         call = _call(product.kind, x, activation if activation in GATED_ACTIVATIONS else "silu")
         y = call(weights[0])
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in (weights[0], x, y))
         microseconds = _microseconds(call, weights, nbytes, model.device)
-        found.append(ProductTime(product.name, (product.n, product.k), len(weights), nbytes, microseconds))
+        found.append(ProductTime(product.name, (product.n, product.k), rows, len(weights), nbytes, microseconds))
     return found
 
 
-def _weights(opened: OpenedModel) -> Mapping[Product, Sequence[torch.Tensor]]:
-    """The matrices of each product, the products by their bytes in a step. Packed weights are left out."""
-    found: dict[tuple[str, int, int], tuple[str, list[torch.Tensor]]] = {}
-    for _, container in opened.containers.containers():
+def _passes(
+    opened: OpenedModel, is_draft: bool, kind: type[Parameter], requests: int, drafts: int
+) -> Sequence[tuple[int, int]]:
+    """Rows and number of a step's products with one weight: the draft's first pass runs all rows up to its MLP."""
+    every = requests * (1 + drafts)
+    if not is_draft:
+        proposes = opened.model.proposer is not None and issubclass(kind, UnembedParameter)
+        return (every, 1), (requests, drafts if proposes else 0)
+    if issubclass(kind, _MLP) or kind is MoEGatingWeightParameter:
+        return ((requests, drafts),)
+    return (every, min(1, drafts)), (requests, max(0, drafts - 1))
+
+
+def _matrices(opened: OpenedModel) -> Iterator[tuple[bool, type[Parameter], Product, torch.Tensor]]:
+    """The matrices of all linear layers: whether it is the draft's, its kind, its product. Packed ones are left out.
+
+    Products of one kind and shape are one, under the name of the first.
+    """
+    known: dict[tuple[str, int, int], Product] = {}
+    for is_draft, container in containers(opened):
         for name, kind in container.parameter_kinds.items():
             tensor: torch.Tensor | None = getattr(container, name)
-            if tensor is None or tensor.dim() != 2 or issubclass(kind, EmbeddingParameter):
-                continue
-            key = (_kind(kind), tensor.shape[0], tensor.shape[1])
-            found.setdefault(key, (name, []))[1].append(tensor)
-    order = sorted(found, key=lambda key: -key[1] * key[2] * len(found[key][1]))
-    return {Product(found[key][0], *key): found[key][1] for key in order}
+            if tensor is not None and tensor.dim() == 2 and not issubclass(kind, EmbeddingParameter):
+                key = (_kind(kind), tensor.shape[0], tensor.shape[1])
+                yield is_draft, kind, known.setdefault(key, Product(name, *key)), tensor
+
+
+def _by_bytes(found: Mapping[Key, list[torch.Tensor]]) -> dict[Key, list[torch.Tensor]]:
+    """The same, those with the most weights first."""
+    order = sorted(found, key=lambda key: -sum(weight.numel() for weight in found[key]))
+    return {key: found[key] for key in order}
 
 
 def _kind(kind: type[Parameter]) -> str:

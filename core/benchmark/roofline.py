@@ -6,8 +6,12 @@
     workload      its prefills, its cache reads, and for each decoded token max(2 * weights / peak, weight bytes /
                   (batch * bandwidth)), one after the other
     experts       of E experts, k chosen by each of T tokens independently, E * (1 - (1 - k / E)^T) are read
+    speculation   a step of B requests with K drafts each reads the target's weights for B * (K + 1) rows and its head,
+                  then K times the draft's layers for B rows and the head; each pass reads its own cache once
 
-Letters as in model.py: S tokens of one prompt here, H heads, D head size. Windows of attention are not considered.
+Letters as in model.py: S tokens of one prompt here, H heads, D head size. Windows of attention are not considered;
+where a token attends to a list, no more than the list's entries are read of a context, index keys excepted. The draft's
+first pass has its attention run all rows, and its experts the last row of each request alone.
 """
 
 from __future__ import annotations
@@ -46,6 +50,9 @@ class ModelCosts:
         attention_width: query heads * head size * layers.
         expert_bytes, expert_weights: of all experts of all layers; 0 without experts.
         num_experts, experts_per_token: E and k of a layer.
+        listed_bytes, list_length: of `cache_bytes`, those of which a token reads no more than so many entries; 0 where
+            it reads all.
+        draft: of the draft's own layers, without a head; None where the model has no draft of its own.
     """
 
     layer_bytes: int
@@ -58,12 +65,29 @@ class ModelCosts:
     expert_weights: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    listed_bytes: int = 0
+    list_length: int = 0
+    draft: ModelCosts | None = None
 
-    def step_bytes(self, tokens: int) -> float:
-        """Weight bytes that one step over `tokens` tokens reads; the embedding's few rows are not counted."""
-        return self.layer_bytes + self.head_bytes + self.expert_bytes * self.expert_share(tokens)
+    def step_bytes(self, tokens: float, distinct: float | None = None) -> float:
+        """Weight bytes that one step over `tokens` tokens reads; the embedding's few rows are not counted.
 
-    def expert_share(self, tokens: int) -> float:
+        Args:
+            distinct: experts of a layer that it reads, if that is known.
+        """
+        share = self.expert_share(tokens) if distinct is None else distinct / max(1, self.num_experts)
+        return self.layer_bytes + self.head_bytes + self.expert_bytes * share
+
+    def context_bytes(self, context: float) -> float:
+        """Cache bytes that one token reads of a context of so many."""
+        return self.cache_bytes * context - self.listed_bytes * max(0.0, context - self.list_length)
+
+    def attended(self, length: int) -> float:
+        """Pairs of query and key in a causal prompt of so many tokens."""
+        listed = min(length, self.list_length) if self.listed_bytes else length
+        return listed * listed / 2 + (length - listed) * listed
+
+    def expert_share(self, tokens: float) -> float:
         """The part of a layer's experts that are chosen by any of `tokens` tokens; 0 without experts."""
         return 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
 
@@ -79,20 +103,61 @@ class ModelCosts:
         return 2 * (self.active_weights + self.head_weights)
 
 
-def decode_floor(costs: ModelCosts, limits: Limits, batch: int, context: float) -> float | None:
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a decode step speculates, by default not at all.
+
+    Attributes:
+        drafts: K, drafts that it verifies of each request, or their mean.
+        correlated: whether all rows of a request are taken to choose the same experts.
+        distinct, draft_distinct: experts of a layer that the target and each pass of the draft read, if that is known.
+    """
+
+    drafts: float = 0
+    correlated: bool = False
+    distinct: float | None = None
+    draft_distinct: float | None = None
+
+    def choices(self, batch: int) -> float:
+        """Rows of the target's that choose their experts independently."""
+        return batch if self.correlated else batch * (1 + self.drafts)
+
+
+PLAIN = Speculation()
+
+
+def decode_floor(
+    costs: ModelCosts, limits: Limits, batch: int, context: float, speculation: Speculation = PLAIN
+) -> float | None:
     """Least seconds of a decode step of `batch` requests with `context` tokens each; None without a bandwidth."""
     if limits.bandwidth is None:
         return None
-    seconds = (costs.step_bytes(batch) + batch * context * costs.cache_bytes) / limits.bandwidth
-    return seconds if limits.peak is None else max(seconds, batch * costs.token_flops / limits.peak)
+    weights, cache, flops = _decode(costs, batch, context, speculation)
+    seconds = (weights + cache) / limits.bandwidth
+    return seconds if limits.peak is None else max(seconds, flops / limits.peak)
 
 
-def serial_decode_floor(costs: ModelCosts, limits: Limits, batch: int, context: float) -> float | None:
+def serial_decode_floor(
+    costs: ModelCosts, limits: Limits, batch: int, context: float, speculation: Speculation = PLAIN
+) -> float | None:
     """The same where matrix products and attention run one after the other, as kernels do."""
     if limits.bandwidth is None or limits.peak is None:
         return None
-    products = max(costs.step_bytes(batch) / limits.bandwidth, batch * costs.token_flops / limits.peak)
-    return products + batch * context * costs.cache_bytes / limits.bandwidth
+    weights, cache, flops = _decode(costs, batch, context, speculation)
+    return max(weights / limits.bandwidth, flops / limits.peak) + cache / limits.bandwidth
+
+
+def _decode(costs: ModelCosts, batch: int, context: float, speculation: Speculation) -> tuple[float, float, float]:
+    """Weight bytes, cache bytes, and FLOP of matrix products of one decode step."""
+    drafts, draft = speculation.drafts, costs.draft
+    weights = costs.step_bytes(speculation.choices(batch), speculation.distinct)
+    cache = costs.context_bytes(context)
+    flops = (1 + drafts) * costs.token_flops
+    if draft is not None:
+        weights += drafts * (draft.step_bytes(batch, speculation.draft_distinct) + costs.head_bytes)
+        cache += drafts * draft.context_bytes(context)
+        flops += drafts * (draft.token_flops + 2 * costs.head_weights)
+    return weights, batch * cache, batch * flops
 
 
 def prefill_floor(costs: ModelCosts, limits: Limits, prompts: Sequence[int]) -> float | None:
@@ -100,7 +165,7 @@ def prefill_floor(costs: ModelCosts, limits: Limits, prompts: Sequence[int]) -> 
     if limits.peak is None or limits.attention is None:
         return None
     products = 2 * costs.active_weights * sum(prompts) + 2 * costs.head_weights * len(prompts)
-    attention = 2 * costs.attention_width * sum(length * length for length in prompts)
+    attention = 4 * costs.attention_width * sum(costs.attended(length) for length in prompts)
     seconds = products / limits.peak + attention / limits.attention
     if limits.bandwidth is not None:
         seconds = max(seconds, costs.step_bytes(sum(prompts)) / limits.bandwidth)
@@ -116,6 +181,6 @@ def workload_floor(costs: ModelCosts, limits: Limits, work: Sequence[Lengths], b
     if prefill is None or limits.bandwidth is None or limits.peak is None:
         return None
     decoded = sum(length.output - 1 for length in work)
-    cached = sum((length.output - 1) * (length.prompt + length.output / 2) for length in work)
+    cached = sum((length.output - 1) * costs.context_bytes(length.prompt + length.output / 2) for length in work)
     token = max(costs.token_flops / limits.peak, costs.step_bytes(batch) / (batch * limits.bandwidth))
-    return prefill + decoded * token + cached * costs.cache_bytes / limits.bandwidth
+    return prefill + decoded * token + cached / limits.bandwidth

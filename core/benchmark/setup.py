@@ -11,6 +11,7 @@ import torch
 
 from hookline.benchmark.costs import model_costs
 from hookline.benchmark.machine import describe_machine, describe_versions, known_limits, measure_limits
+from hookline.benchmark.measure import Choice, Server, Steps, measure_steps
 from hookline.benchmark.report import Figure, Report
 from hookline.benchmark.roofline import Limits, ModelCosts
 from hookline.benchmark.workload import Lengths
@@ -91,6 +92,16 @@ class Bench:
             profile=profile,
         )
 
+    def time_steps(self, batch: int, prompt: int, repeats: int, choice: Choice, server: Server | None = None) -> Steps:
+        """See `measure_steps`; `server` stands in for the engine, such as one that watches it."""
+        engine = self.engine
+        return measure_steps(
+            *(server or engine, engine.vocab_size, batch, prompt, repeats, choice),
+            drafts=self.drafts,
+            budget=engine.config.max_batch_tokens,
+            room=engine.max_model_len,
+        )
+
     def check_fits(self, work: Sequence[Lengths]) -> None:
         """Refuses a workload that the engine would cut short.
 
@@ -104,6 +115,12 @@ class Bench:
                 f"{self.engine.max_model_len:,}",
                 hint="Shorten it, or raise --max-model-len or --kv-cache-memory if the model was made for more.",
             )
+
+    @property
+    def drafts(self) -> int:
+        """Drafts that a step verifies of each request; 0 without speculation."""
+        speculative = self.engine.config.speculative
+        return 0 if speculative is None else speculative.num_speculative_tokens
 
     @property
     def cache_tokens(self) -> int:

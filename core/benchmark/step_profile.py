@@ -12,25 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hookline.benchmark.costs import expert_tensors, model_costs
 from hookline.benchmark.machine import synchronize
-from hookline.benchmark.measure import Choice
+from hookline.benchmark.measure import SETTLING_STEPS, SPARE_STEPS, Choice, settling_steps
 from hookline.benchmark.products import ProductTime, time_products
 from hookline.benchmark.report import table
+from hookline.benchmark.roofline import Speculation
 from hookline.benchmark.traffic import Traffic, decode_traffic
 from hookline.benchmark.workload import Lengths, fixed_lengths, make_prompts
 from hookline.engine import Engine
 from hookline.errors import HooklineError
 from hookline.execution.decode_step import bucket_sizes
-from hookline.scheduling.output import RequestOutput
 
-# Steps before the trace: every request must be past its prefill, and graphs and kernels past their first use.
-_SETTLING_STEPS = 4
-# Beyond those: a loop that runs ahead of the host has some tokens in flight.
-_SPARE_TOKENS = 8
 _NAME_WIDTH = 70
 _ROWS = 40
 # What the vendor's library calls its matrix products, beside torch's names for them on a CPU.
@@ -83,8 +78,7 @@ class StepProfile:
         busy: microseconds of a step in which the device, or a CPU's operators, ran.
         gap: median microseconds that a GPU was idle between two steps; None on a CPU.
         library: the rows of the vendor library's products added up, since their bytes are only known together.
-        products: each product of the model, timed alone.
-        tokens: rows of those products.
+        products: each product of the step, timed alone.
     """
 
     rows: Sequence[KernelRow]
@@ -94,7 +88,6 @@ class StepProfile:
     gap: float | None
     library: KernelRow | None = None
     products: Sequence[ProductTime] = ()
-    tokens: int = 0
 
     def lines(self) -> Iterator[str]:
         """As a person reads it."""
@@ -119,12 +112,13 @@ class StepProfile:
     def _product_lines(self) -> Iterator[str]:
         shown = [
             (
-                *(one.name, f"[{one.shape[0]}, {one.shape[1]}]", str(one.count), f"{one.microseconds:.1f}"),
+                *(one.name, str(one.rows), f"[{one.shape[0]}, {one.shape[1]}]", str(one.count)),
+                f"{one.microseconds:.1f}",
                 *(f"{one.count * one.microseconds:.1f}", *_speed(one.bytes, one.bytes_per_second)),
             )
             for one in self.products
         ]
-        header = (f"product of {self.tokens} rows, alone", "weight", "layers", "us", "us a step", "MB", "TB/s")
+        header = ("product, alone", "rows", "weight", "calls a step", "us", "us a step", "MB", "TB/s")
         yield from table(header, shown)
 
     def _share(self, row: KernelRow) -> float:
@@ -140,7 +134,6 @@ class StepProfile:
             "gap_us": self.gap,
             "kernels": [self._row(row) for row in self.rows],
             "library": None if self.library is None else self._row(self.library),
-            "product_rows": self.tokens,
             "products": [
                 {**dataclasses.asdict(one), "bytes_per_second": one.bytes_per_second} for one in self.products
             ],
@@ -173,18 +166,21 @@ def profile_decode(engine: Engine, batch: int, length: Lengths, choice: Choice, 
     Raises:
         HooklineError: if a request ends too soon, because the context is too short or with an error.
     """
-    device = engine.loaded.opened.model.device
-    budget = engine.config.max_batch_tokens
-    prefill_steps = -(-batch * length.prompt // max(1, budget - batch)) + 1  # in which the first ones decode already
-    longest = min(engine.max_model_len - length.prompt, prefill_steps + _SETTLING_STEPS + 2 * steps + _SPARE_TOKENS)
+    device, speculative = engine.loaded.opened.model.device, engine.config.speculative
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    settling = settling_steps(batch, length.prompt, drafts, engine.config.max_batch_tokens)
+    most = (settling + 2 * steps + SPARE_STEPS) * (1 + drafts)
+    longest = min(engine.max_model_len - length.prompt, most)
     prompts = make_prompts(fixed_lengths(batch, length.prompt, longest), engine.vocab_size)
     ids = [engine.add_request(prompt, choice.params(longest, n), stream=True) for n, prompt in enumerate(prompts)]
+    counts = dict.fromkeys(ids, 0)
     try:
-        decoded = _settle(engine, ids)
+        _settle(engine, counts)
+        before = statistics.fmean(counts.values())
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        plain = _time_steps(engine, steps, device)
+        plain = _time_steps(engine, steps, counts)
         with profile(activities=activities) as trace:
-            traced = _time_steps(engine, steps, device)
+            traced = _time_steps(engine, steps, counts)
     finally:
         for request_id in ids:
             engine.abort(request_id)
@@ -193,19 +189,26 @@ def profile_decode(engine: Engine, batch: int, length: Lengths, choice: Choice, 
     trace.export_chrome_trace(str(file))
     spans = list(_device_spans(trace)) if device.type == "cuda" else []
     found = from_spans(spans, steps, plain) if spans else _from_operators(trace, steps, traced)
-    return _with_bytes(found, engine, batch, length.prompt + decoded + 3 * steps // 2)
+    half_way = (before + 3 * statistics.fmean(counts.values())) / 4  # of the traced steps, which are the second half
+    return _with_bytes(found, engine, batch, length.prompt + round(half_way), drafts)
 
 
-def _with_bytes(found: StepProfile, engine: Engine, batch: int, context: int) -> StepProfile:
+def _with_bytes(found: StepProfile, engine: Engine, batch: int, context: int, drafts: int) -> StepProfile:
     """The same with the bytes of each kernel, for contexts of so many tokens, and with each product."""
     opened, config = engine.loaded.opened, engine.config
-    rows = batch
+    padded = batch
     if opened.model.device.type == "cuda" and config.cuda_graphs:
-        rows = next(size for size in bucket_sizes(config.max_running) if size >= batch)
-    share = model_costs(opened).expert_share(batch)
-    experts = {one.data_ptr(): int(share * one.numel() * one.element_size()) for one in expert_tensors(opened)}
-    traffic = decode_traffic(opened.model, batch, rows, context, engine.max_model_len, config.block_size, experts)
-    return dataclasses.replace(with_traffic(found, traffic), products=time_products(opened, rows), tokens=rows)
+        padded = next(size for size in bucket_sizes(config.max_running) if size >= batch)
+    costs = model_costs(opened)
+    choices = Speculation(drafts, config.expert_routing == "correlated").choices(batch)
+    experts = dict[int, int]()
+    for is_draft, rows in ((False, choices), (True, batch)):
+        share = costs.expert_share(rows)
+        for one in expert_tensors(opened, is_draft):
+            experts[one.data_ptr()] = int(share * one.numel() * one.element_size())
+    longest, block_size = engine.max_model_len, config.block_size
+    traffic = decode_traffic(opened.model, batch, padded, context, longest, block_size, experts, drafts)
+    return dataclasses.replace(with_traffic(found, traffic), products=time_products(opened, padded, drafts))
 
 
 def with_traffic(found: StepProfile, traffic: Traffic) -> StepProfile:
@@ -219,31 +222,31 @@ def with_traffic(found: StepProfile, traffic: Traffic) -> StepProfile:
     return dataclasses.replace(found, rows=rows, library=together)
 
 
-def _time_steps(engine: Engine, steps: int, device: torch.device) -> float:
+def _time_steps(engine: Engine, steps: int, counts: dict[str, int]) -> float:
     """Microseconds of so many steps."""
+    device = engine.loaded.opened.model.device
     synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
-        _step(engine)
+        _step(engine, counts)
     synchronize(device)
     return (time.perf_counter() - start) * 1e6
 
 
-def _settle(engine: Engine, ids: Iterable[str]) -> int:
-    """Steps until every request has had a token, and a few times more; the mean of the tokens that each has then."""
-    waiting, tokens = set(ids), dict.fromkeys(ids, 0)
-    settling = _SETTLING_STEPS
-    while waiting or settling:
-        settling -= not waiting
-        for output in _step(engine):
-            tokens[output.request_id] = output.usage.completion_tokens
-            if output.usage.completion_tokens:
-                waiting.discard(output.request_id)
-    return round(statistics.fmean(tokens.values()))
+def _settle(engine: Engine, counts: dict[str, int]) -> None:
+    """Steps until every request has had a token, and a few times more."""
+    settling = SETTLING_STEPS
+    while settling:
+        settling -= min(counts.values()) > 0
+        _step(engine, counts)
 
 
-def _step(engine: Engine) -> list[RequestOutput]:
-    """A step in which no request may end: the table would be of a smaller batch, or of none."""
+def _step(engine: Engine, counts: dict[str, int]) -> None:
+    """A step in which no request may end: the table would be of a smaller batch, or of none.
+
+    Args:
+        counts: output tokens of each request, brought up to date.
+    """
     outputs = engine.step()
     ended = [output for output in outputs if output.finished]
     if ended or not engine.has_work:
@@ -251,7 +254,7 @@ def _step(engine: Engine) -> list[RequestOutput]:
             f"{len(ended)} requests ended before the decode steps were traced: {ended[0].error if ended else None}",
             hint="Without an error there: raise --max-model-len, or profile a smaller batch or shorter prompts.",
         )
-    return outputs
+    counts.update((output.request_id, output.usage.completion_tokens) for output in outputs)
 
 
 def _device_spans(trace: profile) -> Iterator[Span]:

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hookline.execution.decode_step import choose_tokens
 from hookline.execution.kv_cache import allocate_cache
-from hookline.model import ForwardBatch, TransformerModel
+from hookline.model import DraftBatch, ForwardBatch, TransformerModel
 from hookline_kernels.decode_inputs import DecodeInputs
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_scaled_mm", "_grouped_mm"})
@@ -83,46 +83,64 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def decode_traffic(
     model: TransformerModel,
     requests: int,
-    rows: int,
+    padded: int,
     context: int,
     longest: int,
     block_size: int,
     experts: Mapping[int, int] = _NO_EXPERTS,
+    drafts: int = 0,
 ) -> Traffic:
     """Runs a decode step of made-up requests of `context` tokens each, on a cache of one block.
 
+    A step that verifies drafts has the target's forward pass and choice for all rows, and the model's own draft, where
+    there is one, which proposes as many. What settles which drafts are accepted is left out.
+
     Args:
-        rows: of the step; those beyond `requests` are padding.
+        padded: requests of the step; those beyond `requests` are padding.
         longest: most tokens of a request, by which kernels are chosen.
         experts: by the address of a tensor of experts, its bytes that are read.
+        drafts: that the step verifies of each request.
     """
-    device = model.device
+    device, each = model.device, 1 + drafts
+    rows = padded * each
     cache = allocate_cache(model.cache_specs(), 1, block_size, device)
-    tables = torch.zeros((rows, -(-longest // block_size)), dtype=torch.int32, device=device)
+    tables = torch.zeros((padded, -(-longest // block_size)), dtype=torch.int32, device=device)
     entries = [entry for group in cache.values() for layer in group for entry in layer.values()]
     used = {address: (size, size) for address, size in experts.items()}
     for entry in entries:
         size = entry.numel() * entry.element_size() // block_size
-        used[entry.data_ptr()] = requests * context * size, requests * size
+        used[entry.data_ptr()] = requests * context * size, requests * each * size
     order = torch.arange(rows + 1, device=device)
-    contexts = torch.where(order[:rows] < requests, context, 0)
+    contexts = torch.where(order[:padded] < requests, context, 0)
+    positions = (contexts[:, None] - each + order[:each]).clamp(min=0).flatten()
     batch = ForwardBatch(
         token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
-        positions=(contexts - 1).clamp(min=0),
+        positions=positions,
         slots=torch.full((rows,), -1, device=device),
         block_tables=tables,
-        query_starts=order.int(),
+        query_starts=order[::each].int(),
         context_lens=contexts.int(),
         logits_rows=order[:rows],
-        num_decodes=rows,
-        max_query_len=1,
+        num_decodes=0 if drafts else padded,
+        max_query_len=each,
         max_context_len=longest,
-        rope_lengths=contexts,
+        rope_lengths=positions + 1,
         cache=cache,
     )
     recorder = _Recorder(used, tables.data_ptr())
     with recorder, _launches(recorder):
-        choose_tokens(model.compute_logits(model.forward(batch)), DecodeInputs.zeros(rows, 1, device).options)
+        hidden = model.forward(batch)
+        tokens = choose_tokens(model.compute_logits(hidden), DecodeInputs.zeros(rows, 1, device).options)
+        if drafts and model.proposer is not None:
+            model.proposer.propose(
+                DraftBatch(
+                    forward=batch,
+                    hidden=hidden,
+                    next_token_ids=tokens.clamp(min=0),
+                    last_rows=order[each - 1 : rows : each],
+                    num_drafts=drafts,
+                )
+            )
     return Traffic(dict(recorder.kernels), recorder.products)
 
 

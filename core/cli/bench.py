@@ -135,30 +135,38 @@ def latency(
     one token is that of the whole batch's prefill. Outputs do not end early, prefix caching is off, and as many
     requests run at a time as --batch says, if that is more than --max-running.
 
+    With speculation decode steps in which all requests run are timed too: a step, its tokens, the drafts that it
+    accepts of each request, and what a token takes.
+
     \b
       engine bench latency --shape NAME --batch 32 --input-len 1024 --output-len 128
       engine bench latency ./my-model --profile trace.json
+      engine bench latency --shape NAME --num-speculative-tokens 3 --synthetic-acceptance-rate 0.6
     """
     length, choice = Lengths(input_len, output_len), _choice(values)
     values["max_running"] = max(values["max_running"], batch)  # or they would not start together
     with _start(values, plugins) as found:
         from hookline.benchmark.experts import count_experts
-        from hookline.benchmark.figures import latency_figures
-        from hookline.benchmark.report import Figure
+        from hookline.benchmark.figures import acceptance_note, expert_figures, latency_figures, step_figures
         from hookline.benchmark.step_profile import profile_decode
 
-        engine = found.engine
+        engine, routing, steps = found.engine, values["expert_routing"], None
         found.check_fits([length])
         result = measure_latency(engine, engine.vocab_size, batch, length, repeats, choice, say=_say)
-        figures = latency_figures(result, input_len, found.costs, found.limits)
+        if engine.config.speculative is not None:
+            steps = found.time_steps(batch, input_len, repeats, choice)
         workload = {"batch": batch, "input_len": input_len, "output_len": output_len, "repeats": repeats}
         profile = None
         if profile_file is not None:
             profile = profile_decode(engine, batch, length, choice, profile_steps, profile_file)
         experts, notes = count_experts(engine, batch, length), list[str]()
+        figures = latency_figures(result, input_len, found.costs, found.limits, steps, routing)
+        if engine.config.speculative is not None and steps is not None:
+            figures += step_figures(steps, found.costs, found.limits, experts, routing)
+            notes.append(acceptance_note(engine.config.speculative))
         if experts is not None:
-            figures.append(Figure("distinct_experts", experts.mean, "a layer"))
-            notes.append(experts.line(values["expert_routing"], found.costs))
+            figures += expert_figures(experts)
+            notes.append(experts.line(routing, found.costs))
         _print(found.report("latency", workload | _settings(values), figures, notes, profile), values)
 
 
@@ -187,7 +195,7 @@ def throughput(plugins: PluginOptions | None, /, **values: Any) -> None:
         result = measure_throughput(engine, engine.vocab_size, work, choice, seed=seed)
         running = concurrent_requests(work, engine.config.max_running, found.cache_tokens)
         figures = throughput_figures(result, work, running, found.costs, found.limits)
-        _print(found.report("throughput", _described(values, work), figures), values)
+        _print(found.report("throughput", _described(values, work), figures, _plain_floors(found)), values)
 
 
 @bench.command("serve")
@@ -227,7 +235,8 @@ def serve(
         result = measure_serving(engine, engine.vocab_size, work, rate, warmup, objectives, choice, seed=values["seed"])
         counted = work[warmup:]
         workload = {"rate": rate, "warmup": warmup, "slo_ttft_ms": slo_ttft, "slo_itl_ms": slo_itl}
-        notes = ("The floors are those of one mean request alone. HTTP is not part of what was measured.",)
+        notes = ["The floors are those of one mean request alone. HTTP is not part of what was measured."]
+        notes += _plain_floors(found)
         figures = serving_figures(result, counted, found.costs, found.limits)
         _print(found.report("serve", workload | _described(values, counted), figures, notes), values)
 
@@ -285,6 +294,11 @@ def _described(values: Mapping[str, Any], work: list[Lengths]) -> dict[str, Any]
         "mean_output": round(sum(length.output for length in work) / len(work), 1),
     }
     return {"requests": len(work), "lengths": values["lengths"], **means, "seed": values["seed"], **_settings(values)}
+
+
+def _plain_floors(found: Bench) -> list[str]:
+    """A note where the floors do not know what was measured."""
+    return ["The floors are those of steps without drafts."] if found.drafts else []
 
 
 def _say(text: str) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.benchmark.measure import Choice, Latency, Throughput, measure_latency, measure_prefill, measure_throughput
+from hookline.benchmark.measure import (
+    TIMED_STEPS,
+    Choice,
+    Latency,
+    Throughput,
+    measure_latency,
+    measure_prefill,
+    measure_steps,
+    measure_throughput,
+    settling_steps,
+)
 from hookline.benchmark.workload import Lengths
 from hookline.errors import HooklineError
 from tests.benchmark.fake_server import FakeServer
@@ -66,3 +76,36 @@ def test_a_request_that_ends_early_makes_the_measure_void() -> None:
     server = FakeServer(prefill=0.5, decode=0.1, cut=4)
     with pytest.raises(HooklineError, match="request-4 ended with 5 of 6 tokens"):
         measure_throughput(server, 320, [Lengths(4, 6)] * 3, Choice(), clock=server.clock)
+
+
+def test_steps_are_timed_when_every_request_decodes() -> None:
+    server = FakeServer(prefill=1.0, decode=0.02)
+    found = measure_steps(server, 320, 3, 7, 2, Choice(), drafts=0, budget=512, room=512, clock=server.clock)
+    assert (found.seconds, found.tokens, found.tpot) == (pytest.approx(0.02), 3, found.seconds)
+    settled = settling_steps(3, 7, 0, 512)
+    assert found.context == 7 + settled + TIMED_STEPS
+    assert not server.has_work
+
+
+def test_steps_count_the_drafts_that_they_accept() -> None:
+    server = FakeServer(prefill=1.0, decode=0.03, drafts=3, accepted=(0, 3, 1, 2))
+    found = measure_steps(server, 320, 2, 7, 2, Choice(), drafts=3, budget=512, room=4096, clock=server.clock)
+    assert (found.drafts, found.accepted, found.tokens) == (3.0, 1.5, 5.0)
+    assert found.tpot == pytest.approx(0.03 / 2.5)
+    settled = settling_steps(2, 7, 3, 512)
+    assert found.context == pytest.approx(7 + 2.5 * (settled + TIMED_STEPS), abs=3)
+
+
+def test_fewer_steps_are_timed_where_there_is_room_for_no_more() -> None:
+    server = FakeServer(prefill=1.0, decode=0.03, drafts=3, accepted=(3,))
+    found = measure_steps(server, 320, 1, 8, 2, Choice(), drafts=3, budget=512, room=8 + 4 * 15, clock=server.clock)
+    assert found.seconds == pytest.approx(0.03)
+    with pytest.raises(HooklineError, match="leaves room for 0"):
+        measure_steps(server, 320, 1, 8, 2, Choice(), drafts=3, budget=512, room=40, clock=server.clock)
+
+
+def test_steps_in_which_a_request_was_missing_are_void() -> None:
+    server = FakeServer(prefill=1.0, decode=0.03, drafts=1, accepted=(9,))
+    with pytest.raises(HooklineError, match="length"):
+        measure_steps(server, 320, 1, 7, 1, Choice(), drafts=1, budget=512, room=4096, clock=server.clock)
+    assert not server.has_work

@@ -63,12 +63,12 @@ def test_each_product_is_timed_with_the_models_own_weights(device: str) -> None:
     model = load_model(config, RandomReader(tiny_config())).opened
     found = {one.name: one for one in time_products(model, 3)}
     assert list(found) == ["mlp_1_w", "word_unembed", "qkv_w", "mlp_2_w", "attn_out_w"]
-    assert {name: (one.shape, one.count) for name, one in found.items()} == {
-        "mlp_1_w": ((224, 64), 2),
-        "word_unembed": ((320, 64), 1),
-        "qkv_w": ((128, 64), 2),
-        "mlp_2_w": ((64, 112), 2),
-        "attn_out_w": ((64, 64), 2),
+    assert {name: (one.shape, one.rows, one.count) for name, one in found.items()} == {
+        "mlp_1_w": ((224, 64), 3, 2),
+        "word_unembed": ((320, 64), 3, 1),
+        "qkv_w": ((128, 64), 3, 2),
+        "mlp_2_w": ((64, 112), 3, 2),
+        "attn_out_w": ((64, 64), 3, 2),
     }
     # Weight, input, and output: half as wide where the gate is applied, in fp32 for logits.
     assert found["mlp_1_w"].bytes == 2 * (224 * 64 + 3 * 64 + 3 * 112)
