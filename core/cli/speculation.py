@@ -87,4 +87,10 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig | None:
             f"--{next(iter(given)).replace('_', '-')} is given, and nothing is proposed",
             hint="Add --num-speculative-tokens, or --speculative-method ngram.",
         )
+    softened = next((name for name in given if name.startswith("relaxed_")), None)
+    if softened is not None and not given.get("use_relaxed_acceptance_for_thinking"):
+        raise UsageError(
+            f"--{softened.replace('_', '-')} is given, and no acceptance is relaxed",
+            hint="Add --use-relaxed-acceptance-for-thinking.",
+        )
     return SpeculativeConfig(**{names.get(name, name): value for name, value in given.items()}) if given else None

@@ -90,6 +90,8 @@ def test_options_become_a_config(values: dict[str, Any], wanted: SpeculativeConf
 def test_an_option_that_says_more_of_what_is_off_is_refused() -> None:
     with pytest.raises(UsageError, match="--relaxed-topk is given, and nothing is proposed"):
         speculative_config({"relaxed_topk": 3})
+    with pytest.raises(UsageError, match="--relaxed-delta is given, and no acceptance is relaxed"):
+        speculative_config({"num_speculative_tokens": 2, "relaxed_delta": 0.1})
 
 
 def test_mistakes_have_the_exit_code_of_usage(generate: Callable[..., Result]) -> None:
