@@ -8,7 +8,7 @@ Benchmarks may force the routing: a router with random weights can collapse to f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,7 +32,7 @@ _REQUEST_SHARE = 2.0
 Watch = Callable[[int, torch.Tensor], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForcedRouting:
     """Scores that stand in for the router's, for benchmarks. `make` makes one.
 
@@ -44,6 +44,8 @@ class ForcedRouting:
 
     mode: Literal["uniform", "correlated"]
     table: torch.Tensor
+    # Of the last batch, for its layers all ask: what is not the model's own work should be little.
+    _numbers: tuple[ForwardBatch, torch.Tensor, torch.Tensor | None] | None = field(default=None, init=False)
 
     @classmethod
     def make(cls, mode: Literal["uniform", "correlated"], num_experts: int, device: torch.device) -> ForcedRouting:
@@ -54,20 +56,23 @@ class ForcedRouting:
 
     def logits(self, layer: int, batch: ForwardBatch) -> torch.Tensor:
         """Scores [T, E] fp32. A token is told by its cache slot, a request by its first cache block."""
-        scores = self._scores(layer, batch.slots)
-        if self.mode == "uniform":
-            return scores
-        requests = self._scores(layer, batch.block_tables[:, 0])
-        if len(requests) < len(scores):
-            tokens = torch.arange(len(scores), device=scores.device, dtype=batch.query_starts.dtype)
-            owners = torch.searchsorted(batch.query_starts[1:], tokens, right=True)
-            requests = requests.index_select(0, owners)
-        return scores.add_(requests, alpha=_REQUEST_SHARE)
-
-    def _scores(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Scores [N, E] of numbers [N]; the table is there twice, so that a layer's shift is a mere view."""
+        if self._numbers is None or self._numbers[0] is not batch:
+            self._numbers = batch, batch.slots.remainder(_ROWS), self._requests(batch)
+        _, tokens, requests = self._numbers
+        # The table is there twice, so that a layer's shift is a mere view.
         shifted = self.table.narrow(0, layer * _STRIDE % _ROWS, _ROWS)
-        return shifted.index_select(0, numbers.remainder(_ROWS))
+        scores = shifted.index_select(0, tokens)
+        return scores if requests is None else scores.add_(shifted.index_select(0, requests), alpha=_REQUEST_SHARE)
+
+    def _requests(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """The row of each token's request, [T]; None where it does not matter."""
+        if self.mode == "uniform":
+            return None
+        requests, count = batch.block_tables[:, 0].remainder(_ROWS), batch.slots.shape[0]
+        if len(requests) == count:
+            return requests
+        tokens = torch.arange(count, device=requests.device, dtype=batch.query_starts.dtype)
+        return requests.index_select(0, torch.searchsorted(batch.query_starts[1:], tokens, right=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
