@@ -50,6 +50,7 @@ def prefill_config(call: PagedAttention, max_query_len: int) -> PrefillConfig:
     row_bytes = triton.next_power_of_2(call.q.shape[2]) * bytes_each
     return _config(
         row_bytes,
+        bytes_each,
         call.q.shape[1] // call.k_cache.shape[2],
         min(max_query_len, 65),
         call.max_context_len <= SHORT,
@@ -58,9 +59,11 @@ def prefill_config(call: PagedAttention, max_query_len: int) -> PrefillConfig:
 
 
 @cache
-def _config(row_bytes: int, group: int, rows: int, short: bool, room: int) -> PrefillConfig:
+def _config(row_bytes: int, bytes_each: int, group: int, rows: int, short: bool, room: int) -> PrefillConfig:
     """As measured on an H200 (benchmarks/NOTES.md)."""
-    if row_bytes > 256:
+    if row_bytes == 512 and bytes_each == 2 and rows > 64:
+        config = PrefillConfig(block_m=128, block_n=32, warps=8, stages=3)
+    elif row_bytes > 256:
         config = PrefillConfig(block_m=32, block_n=32, warps=4)
     elif rows <= 64:
         block_m = max(16, min(64, triton.next_power_of_2(rows * group)))

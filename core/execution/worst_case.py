@@ -39,7 +39,9 @@ def prefill_kinds(model: TransformerModel, block_size: int, num_drafts: int) -> 
     """
     few, many, short, long = 16, 128, 128, 4096  # rows of a request, tokens of a context
     bounds = ((few, short), (many, short), (many, long))
-    return [partial(_run, model, 2, 2, 1, block_size, num_drafts, bound) for bound in bounds]
+    kinds = [partial(_run, model, 2, 2, 1, block_size, num_drafts, bound) for bound in bounds]
+    # Models may have another way for a chunk that really has many rows.
+    return [*kinds, partial(_run, model, many, 1, 1, block_size, num_drafts, (many, short))]
 
 
 @torch.inference_mode()

@@ -56,9 +56,10 @@ class ForcedRouting:
 
     def logits(self, layer: int, batch: ForwardBatch) -> torch.Tensor:
         """Scores [T, E] fp32. A token is told by its cache slot, a request by its first cache block."""
-        if self._numbers is None or self._numbers[0] is not batch:
-            self._numbers = batch, batch.slots.remainder(_ROWS), self._requests(batch)
-        _, tokens, requests = self._numbers
+        numbers = self._numbers  # which another thread may set meanwhile: kernels are compiled by many
+        if numbers is None or numbers[0] is not batch:
+            numbers = self._numbers = batch, batch.slots.remainder(_ROWS), self._requests(batch)
+        _, tokens, requests = numbers
         # The table is there twice, so that a layer's shift is a mere view.
         shifted = self.table.narrow(0, layer * _STRIDE % _ROWS, _ROWS)
         scores = shifted.index_select(0, tokens)

@@ -22,7 +22,7 @@ class GlmMemoryPlanner(MemoryPlanner):
     def activation_bytes(self, itemsize: int) -> int:
         c, options = self.config, self.engine_config
         # Of each token, one layer at a time: the stream, what the latents and queries are projected to, and the heads
-        # as they meet the cache and as they leave it.
+        # as they meet the cache and as they leave it. The unabsorbed form is taken where it holds no more.
         attention = 3 * c.hidden_size + 2 * (c.q_lora_rank + c.latent_width)
         attention += c.num_heads * (2 * c.head_dim + 2 * c.latent_width + 2 * c.v_head_dim)
         attention += 2 * (c.index_n_heads + 1) * c.index_head_dim

@@ -32,6 +32,7 @@ from hookline_glm5_2_mtp.model import GlmMoeDsaModel, Shapes
 from hookline_kernels.embedding import embedding
 from hookline_kernels.linear import linear
 from hookline_kernels.rms_norm import rms_norm
+from hookline_kernels.rms_norm_pair import rms_norm_pair
 
 _LATENT, _INDEX = "draft_latent", "draft_index"
 
@@ -104,8 +105,7 @@ class MTPProposer(Proposer):
         """The layer's input [T, M] of the tokens and of the states [T, M] before them."""
         draft, eps = self._draft, self.model.config.norm_eps
         embedded = embedding(token_ids, self.model.weights.word_emb, self.model.dtype)
-        pair = rms_norm(embedded, draft.embedding_norm, eps), rms_norm(hidden, draft.hidden_norm, eps)
-        return linear(torch.cat(pair, dim=1), draft.join_w)
+        return linear(rms_norm_pair(embedded, draft.embedding_norm, hidden, draft.hidden_norm, eps), draft.join_w)
 
     def _layer(
         self,
