@@ -188,3 +188,54 @@ def test_verbs_out_of_turn_are_refused() -> None:
         scheduler.take_drafts(batch, [[1], [2]])
     with pytest.raises(SchedulerError, match="leave room for one in flight alone"):
         make(max_in_flight=2)
+
+
+def test_a_step_ahead_counts_on_all_drafts_and_is_corrected() -> None:
+    """Two steps in flight: the second one's place is the farthest there can be, and blocks are there for it."""
+    scheduler, request = make(max_in_flight=2, num_drafts=3, lookahead=3), ask("a", 5)
+    scheduler.add(request)
+    prefill = scheduler.schedule()
+    first = scheduler.schedule()
+    assert shape(first) == [("a", 5, 4, (-1, -1, -1))]
+    scheduler.update(prefill, [[7]])
+    scheduler.take_drafts(prefill, [[8, 9, 10]])
+    second = scheduler.schedule()
+    assert shape(second) == [("a", 9, 4, (-1, -1, -1))]
+    assert len(request.block_table) * SIZE >= 9 + 4 + 3
+    scheduler.update(first, [[8, 20]])  # one of three
+    scheduler.take_drafts(first, [[21, 22, 23]])
+    assert (request.output_token_ids, request.computed_tokens, request.pending_tokens) == ([7, 8, 20], 11, 4)
+    third = scheduler.schedule()
+    assert shape(third) == [("a", 11, 4, (-1, -1, -1))]
+    scheduler.update(second, [[21, 22, 23, 30]])
+    scheduler.take_drafts(second, [[31, 32, 33]])
+    scheduler.update(third, [[31, 40]])
+    scheduler.take_drafts(third, [[41, 42, 43]])
+    assert (request.computed_tokens, request.num_tokens, request.pending_tokens) == (13, 14, 0)
+    assert shape(scheduler.schedule()) == [("a", 13, 4, (41, 42, 43))]
+    scheduler.check()
+
+
+def test_a_step_ahead_waits_where_it_could_be_the_last_or_has_no_room() -> None:
+    scheduler, request = make(max_in_flight=2, num_drafts=3), ask("a", 5, max_tokens=2)
+    scheduler.add(request)
+    prefill = scheduler.schedule()
+    step = scheduler.schedule()
+    assert shape(step) == [("a", 5, 4, (-1, -1, -1))]
+    scheduler.update(prefill, [[7]])
+    assert scheduler.schedule().requests == ()  # the step in flight gives its second token
+    scheduler.update(step, [[8]])
+    assert request.finish_reason is FinishReason.LENGTH
+
+    scheduler, request = make(blocks=3, max_model_len=12, max_in_flight=2, num_drafts=3), ask("b", 7)
+    scheduler.add(request)
+    prefill = scheduler.schedule()
+    scheduler.update(prefill, [[7]])
+    scheduler.take_drafts(prefill, [[1, 2, 3]])
+    step = scheduler.schedule()
+    assert shape(step) == [("b", 7, 4, (1, 2, 3))]
+    assert scheduler.schedule().requests == ()  # with all accepted there is no place for another draft
+    scheduler.update(step, [[8]])
+    scheduler.take_drafts(step, [[4, 5, 6]])
+    assert shape(scheduler.schedule()) == [("b", 8, 4, (4, 5, 6))]
+    scheduler.check()
