@@ -92,7 +92,7 @@ def test_later_draft_steps_do_not_depend_on_rows_behind_the_last_accepted_one(va
     assert torch.equal(*found)
 
 
-def test_the_carried_state_is_after_shared_head_norm() -> None:
+def test_pitfall_state_before_the_norm_carried_on() -> None:
     """Pitfall: the state before the norm is recycled. The state that goes in gives the logits of the step before."""
     run = Drafting(4)
     proposer: Any = run.proposer
@@ -115,7 +115,7 @@ def test_the_first_state_is_after_the_targets_last_norm() -> None:
     assert torch.equal(run.model.compute_logits(given[0]), step.logits)
 
 
-def test_the_list_is_that_of_the_last_accepted_row_in_each_request() -> None:
+def test_pitfall_where_the_shared_list_is_taken_one_row_a_request() -> None:
     """Pitfalls: the list of another row, or lists that are not brought to one a request before the later steps."""
     run = Drafting()
     requests = [run.add(prompt(length)) for length in LENGTHS]
@@ -148,7 +148,7 @@ def test_no_own_position_is_added_and_short_contexts_are_not_dense() -> None:
     assert all(torch.equal(step.lists[0], other) for other in step.lists[1:])
 
 
-def test_the_draft_has_a_list_of_its_own() -> None:
+def test_pitfall_the_targets_list_in_the_draft() -> None:
     """Pitfall: the target's list is used in the draft."""
     run = Drafting()
     target, made = run.model.attention, []
@@ -180,7 +180,7 @@ def test_each_row_stands_at_the_position_of_its_state() -> None:
         assert batch.query_starts.tolist() == list(range(len(requests) + 1))
 
 
-def test_later_steps_write_a_latent_each_and_no_index_key() -> None:
+def test_pitfall_index_keys_of_later_steps() -> None:
     """The index keys of those rows are written by the next step 0, before anything reads them."""
     run = Drafting(4)
     requests = [run.add(prompt(length)) for length in LENGTHS]
@@ -218,7 +218,7 @@ def test_chunks_of_a_prefill_use_the_prompts_own_next_token(chunk: int) -> None:
         assert close(run.entries(decoding, group, decoding.computed), other.entries(same, group, same.computed)), group
 
 
-def test_padding_neither_writes_nor_changes_anything() -> None:
+def test_pitfall_padded_rows_of_a_captured_step() -> None:
     """Pitfall: padded rows with zero or stale lengths read or write where they must not."""
     found = []
     for padding in (0, 3):
