@@ -84,20 +84,20 @@ MIXED = PARAMS[:5] + EDITED
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kinds"),
     [
-        {},
-        {"drafts": 1},
-        {"drafts": 5, "block_size": 4},
-        {"max_batch_tokens": 11},
-        {"max_running": 3},
-        {"kv_cache_memory": 500_000},
-        {"preempt_every": 4},
-        {"preempt_every": 3, "max_chunk_tokens": 5, "prefix_caching": False},
+        ({}, PARAMS),
+        ({}, MIXED),
+        ({"drafts": 1}, PARAMS),
+        ({"drafts": 5, "block_size": 4}, PARAMS),
+        ({"max_batch_tokens": 11}, MIXED),
+        ({"max_running": 3}, PARAMS),
+        ({"kv_cache_memory": 500_000}, MIXED),
+        ({"preempt_every": 4}, PARAMS),
+        ({"preempt_every": 3, "max_chunk_tokens": 5, "prefix_caching": False}, MIXED),
     ],
-    ids=str,
+    ids=["plain", "edited", "one draft", "five", "small steps", "three at a time", "few blocks", "preempted", "chunks"],
 )
-@pytest.mark.parametrize("kinds", [PARAMS, MIXED], ids=["plain", "edited"])
 def test_equals_plain_steps(options: dict[str, Any], kinds: list[SamplingParams], wanted: Any) -> None:
     with engine(True, **options) as run:
         launches = spy_on_launches(run)
