@@ -204,7 +204,8 @@ class EngineConfig:
         prefix_caching: reuse full blocks of earlier requests with the same tokens.
         expert_routing: `natural` is the router's choice. The others are for benchmarks and give senseless text: with
             `uniform` each token's experts are random, with `correlated` the tokens of a request mostly share theirs.
-        speculative: propose and verify drafts; None decodes one token a step. Steps are not overlapped then.
+        speculative: propose and verify drafts; None decodes one token a step. Steps wait for the
+            host then, but those that verify a model's own drafts exactly: see `execution/unified_runner.py`.
         seed: seeds random weights, and requests that bring no seed of their own.
         offline: never reach the network.
         plugins: which plugins may be used.

@@ -105,8 +105,8 @@ def read_config(hf_config: Mapping[str, Any]) -> GlmMoeDsaConfig:
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope_size,
         v_head_dim=read_count(hf_config, "v_head_dim"),
+        rope=read_rope(hf_config, rope_size),  # before the next, which relies on what this checks
         softmax_scale=(nope + rope_size) ** -0.5 * _yarn_scale(hf_config),
-        rope=read_rope(hf_config, rope_size),
         rope_interleave=hf_config.get("rope_interleave") is None or read_flag(hf_config, "rope_interleave"),
         indexer_rope_interleave=read_flag(hf_config, "indexer_rope_interleave"),
         index_n_heads=read_count(hf_config, "index_n_heads"),
@@ -179,7 +179,11 @@ def _full_index(hf_config: Mapping[str, Any], num_layers: int) -> tuple[bool, ..
         offset = _whole(hf_config, "index_skip_topk_offset", 2, 0, 2**31)
         full = tuple(max(layer - offset + 1, 0) % frequency == 0 for layer in range(num_layers))
         name = "index_skip_topk_offset"
-    elif isinstance(types, list | str) and len(types) == num_layers and all(one in _PATTERN for one in types):
+    elif (
+        isinstance(types, list | str)
+        and len(types) == num_layers
+        and all(isinstance(one, str) and one in _PATTERN for one in types)
+    ):
         full = tuple(_PATTERN[one] == "full" for one in types)
     else:
         raise ModelConfigError(

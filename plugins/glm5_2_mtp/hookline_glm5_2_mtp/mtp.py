@@ -8,7 +8,8 @@ Draft step 0 runs all rows of the target's step, with their latents, index keys 
 row a request: u is the draft before, g = norm(h) of the row before, and the position is that of the last accepted token
 plus i. They attend to the list of the last accepted row, as it stands: it names no position behind that row, so that
 every entry which is attended to was made from a state of the target. They write a latent each and no index key; the
-next step 0 writes all of that anew.
+next step 0 writes all of that anew. So it is where the config shares the list (`share_mtp_index`); without that each
+later step runs the indexer on its own row and writes its key, and may attend to entries of drafts before it.
 
 Embedding and head are the target's. Shape letters as in core/model.py, with D drafts in place of a head's size.
 
