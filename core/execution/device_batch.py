@@ -53,17 +53,23 @@ class DeviceBatch:
         self._padding = max_running
         self._free = list(reversed(range(max_running)))
         self._slots: dict[Request, int] = {}
+        self._stays: dict[Request, int] = {}  # how often each of them had been preempted when it came
         # One more than steps in flight: what a step uploads is not written again before its result has come.
         pinned = device.type == "cuda"
         staging = [torch.zeros(height * max_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(steps + 1)]
         self._staging = deque((buffer, buffer.numpy()) for buffer in staging)
 
     def holds(self, request: Request) -> bool:
-        """Whether the request has a slot, so that the device knows its last token."""
-        return request in self._slots
+        """Whether the request has a slot, so that the device knows its last token.
+
+        One that was preempted since has none of its cache left, though an interrupt may have kept its slot from being
+        released.
+        """
+        return self._stays.get(request) == request.preemptions
 
     def release(self, request: Request) -> None:
         """Lets the request's slot go. It may be given on at once: steps run in the order of their launches."""
+        self._stays.pop(request, None)
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._free.append(slot)
@@ -123,6 +129,7 @@ class DeviceBatch:
         fresh = [request for request in requests if request not in self._slots]
         for request in fresh:
             self._slots[request] = self._free.pop()
+            self._stays[request] = request.preemptions
         if fresh:
             self._write_options(fresh, [states[request.request_id] for request in fresh])
         slots = self.upload(self.slots(requests))

@@ -166,6 +166,8 @@ class DeviceRunner(Runner):
     ) -> torch.Tensor:
         """See `DeviceBatch.take_in`; what else is kept of requests that come to a slot as well."""
         fresh = [request for request in requests if not self.batch.holds(request)]
+        for request in fresh:
+            self.release(request)  # what is left of a stay that an interrupt ended
         slots = self.batch.take_in(requests, tables, states)
         self.edits.take_in(fresh, self.batch.slots(fresh), [states[request.request_id] for request in fresh])
         wanted = ((request, request.params.logprobs) for request in fresh)

@@ -177,10 +177,11 @@ class UnifiedRunner(DeviceRunner):
     def _take_in(
         self, requests: Sequence[Request], tables: torch.Tensor, states: Mapping[str, SamplingState]
     ) -> torch.Tensor:
+        slots = super()._take_in(requests, tables, states)
         for request in requests:
             if states[request.request_id].edits_logits or request.params.logprobs is not None:
                 self._takers_of_turns.add(request)
-        return super()._take_in(requests, tables, states)
+        return slots
 
     def _prefill(self, parts: Sequence[ScheduledRequest], states: Mapping[str, SamplingState]) -> _Prefill:
         """A pass over chunks, which fills the draft's cache as well."""

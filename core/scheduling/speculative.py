@@ -24,8 +24,8 @@ UNKNOWN_DRAFT = -1
 class SpeculativeScheduler(Scheduler):
     """A scheduler whose requests may have drafts.
 
-    Drafts never cost a request its place: every running request gets its one token first, budget and blocks that are
-    left go to drafts, and no request is preempted for them. Those that do not fit are dropped.
+    Drafts cost no request that decodes its place: every one gets its token first, budget and blocks that are left go to
+    drafts, and those that do not fit are dropped. A prefill that runs beside them may find fewer blocks.
 
     Args:
         pool: the cache blocks.

@@ -175,6 +175,49 @@ def test_an_interrupt_loses_nothing(where: str, options: dict[str, Any]) -> None
         finish(run)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("where", ["before requests come in", "after the decision"])
+def test_an_interrupt_after_a_preemption_loses_nothing(where: str, drafts: int) -> None:
+    """Nobody is told then that the request has lost its cache, and its slot must not pass for one that knows it."""
+    many, long = PROMPTS[:3], SamplingParams(max_tokens=24, ignore_eos=True)
+    with engine(False, 0) as run:
+        want = results(run.generate(many, long))
+    for first in range(4):
+        with engine(True, drafts, preempt_every=4, max_running=3) as run:
+            scheduler, seen = run.scheduler, 0
+            admit, decide = scheduler._admit, scheduler.schedule
+
+            def interrupt(preempted: Sequence[Any], first: int = first) -> None:
+                nonlocal seen
+                seen += bool(preempted)
+                if preempted and seen == first + 1:
+                    raise KeyboardInterrupt
+
+            def admitting(plan: Any, admit: Any = admit) -> None:
+                interrupt(plan.preempted)
+                admit(plan)
+
+            def deciding(decide: Any = decide) -> Any:
+                batch = decide()
+                interrupt(batch.preempted)
+                return batch
+
+            if where == "after the decision":
+                scheduler.schedule = deciding  # type: ignore[method-assign]
+            else:
+                scheduler._admit = admitting  # type: ignore[method-assign]
+            names, outputs, interrupts = [run.add_request(prompt, long) for prompt in many], {}, 0
+            while run.has_work:
+                try:
+                    outputs |= {output.request_id: output for output in run.step()}
+                except KeyboardInterrupt:
+                    interrupts += 1
+            assert interrupts == 1
+            assert results([outputs[name] for name in names]) == want, first
+            finish(run)
+            assert not run._runner.batch._slots
+
+
 def test_a_lost_step_ends_its_own_requests() -> None:
     with engine(True, max_running=2) as run:
         collect, calls = run._runner.collect, 0
