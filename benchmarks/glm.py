@@ -245,6 +245,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     only = options.only.split(",") if options.only else names
     if unknown := set(only) - set(names):
         parser.error(f"--only names {', '.join(sorted(unknown))}; runs are {', '.join(names)}")
+    if options.most is not None and options.most < 1:
+        parser.error(f"--most is {options.most}; give a whole number of at least 1")
     is_known = options.config is None and options.shape == SHAPE and options.most is None
     most = options.most or max(run.batch for run in RUNS)
     options.runs = [

@@ -245,6 +245,10 @@ class EngineConfig:
             may_be_none = name != "block_size"
             if not (value is None and may_be_none) and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}", hint=f"Give {name} a whole number of at least 1.")
+        for name in ("overlap", "cuda_graphs", "prefix_caching", "offline"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "overlap"):
+                raise UsageError(f"{name} is {value!r:.80}", hint=f"Give {name} True or False.")
         for name in ("memory", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None:

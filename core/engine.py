@@ -80,9 +80,9 @@ class Engine:
         self.max_model_len = min(self.max_model_len, max(room, 1))
         self.pool = BlockPool(self.memory_plan.num_blocks, self.config.block_size, self.config.prefix_caching)
         limits = {"max_batch_tokens": self.config.max_batch_tokens, "max_model_len": self.max_model_len}
-        if self.config.speculative is not None:
-            limits["num_drafts"] = self.config.speculative.num_speculative_tokens
-        self.scheduler = (Scheduler if self.config.speculative is None else SpeculativeScheduler)(
+        speculative = self.config.speculative
+        drafting = {} if speculative is None else {"num_drafts": speculative.num_speculative_tokens}
+        self.scheduler = (Scheduler if speculative is None else SpeculativeScheduler)(
             self.pool,
             lookahead=lookahead,
             max_running=self.config.max_running,
@@ -91,8 +91,8 @@ class Engine:
             max_chunk_tokens=max_chunk_tokens,
             preempt_every=preempt_every,
             **limits,
+            **drafting,
         )
-        limits.pop("num_drafts", None)
         self._manual = ManualDriver(self._runner, self.pool, max_requests=self.config.max_running, **limits)
         self._prompts = PromptEncoder(self.tokenizer, self.vocab_size)
         self._outputs = OutputProcessor(self.tokenizer)
@@ -238,7 +238,7 @@ class Engine:
         try:
             self._flights.append(self._runner.launch(batch, self._states))
         except Exception as error:
-            self._fail(batch, error)
+            self._fail((batch,), error)
             return False
         except BaseException:
             self._agree()  # the user's interrupt is no fault: who goes on loses nothing
@@ -272,8 +272,9 @@ class Engine:
         try:
             result = self._runner.collect(flight)
         except Exception as error:
-            while self._flights:  # the newest first: each builds on those before it
-                self._fail(self._flights.pop().batch, error)
+            lost = [flight.batch for flight in reversed(self._flights)]  # the newest first: each builds on those before
+            self._flights.clear()
+            self._fail(lost, error)
             return
         self._faults = 0
         self._update(flight.batch, result)
@@ -306,10 +307,11 @@ class Engine:
         for request in [request for request, _ in results if request.finish_reason is not None]:
             self._end(request)
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """A step was lost: its requests end with an error, the others go on. Several in a row are no accident."""
-        for request in self.scheduler.fail(batch):
-            self._end(request, f"{type(error).__name__}: {error}")
+    def _fail(self, lost: Sequence[ScheduledBatch], error: Exception) -> None:
+        """One fault lost these steps: their requests end with an error, the others go on. Several are no accident."""
+        for batch in lost:
+            for request in self.scheduler.fail(batch):
+                self._end(request, f"{type(error).__name__}: {error}")
         self._faults += 1
         if self._faults >= _FAULTS_IN_A_ROW:
             raise error

@@ -103,12 +103,22 @@ def open_model(
     parallel = Parallel(tp_size=ranks or 1)
     built_for = resolved if ranks is None else dataclasses.replace(resolved, device="cpu")
     model = architecture.build_model(config, built_for, parallel)
+    _check_draft(engine_config, model)
     _check_context(engine_config.max_model_len, model.longest_context())
     containers = architecture.build_containers(model)
     if isinstance(reader, RandomReader):
         shapes = model.checkpoint_shapes()
         reader = reader.with_shapes(shapes, model.dtype, engine_config.seed, str(model.device))
     return OpenedModel(reader, architecture, config, resolved, model, containers)
+
+
+def _check_draft(engine_config: EngineConfig, model: TransformerModel) -> None:
+    speculative = engine_config.speculative
+    if speculative is not None and speculative.method == "mtp" and model.proposer is None:
+        raise UsageError(
+            f"{model.shapes.architecture} has no draft of its own, which the method mtp proposes with",
+            hint="Use --speculative-method ngram, which serves every model, or leave speculation out.",
+        )
 
 
 def load_model(
@@ -118,7 +128,7 @@ def load_model(
     opened = open_model(engine_config, reader)
     tokenizer = read_tokenizer(opened.reader)
     find_token = (lambda text: None) if tokenizer is None else tokenizer.find_token
-    settled = settle_speculation(opened.engine_config, opened.model, find_token)
+    settled = settle_speculation(opened.engine_config, find_token)
     opened = dataclasses.replace(opened, engine_config=settled)
     reader, model, containers = opened.reader, opened.model, opened.containers
     available = available_memory(model.device, opened.engine_config.memory)

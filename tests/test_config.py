@@ -55,3 +55,12 @@ def test_options_of_speculation_are_frozen_and_kept() -> None:
 def test_a_dict_is_no_config_of_speculation() -> None:
     with pytest.raises(UsageError, match="speculative"):
         EngineConfig("model", speculative={"method": "ngram"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["overlap", "cuda_graphs", "prefix_caching", "offline"])
+@pytest.mark.parametrize("value", ["no", 0, 1])
+def test_what_is_on_or_off_is_no_text_or_number(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=name) as caught:
+        EngineConfig("model", **{name: value})  # type: ignore[arg-type]
+    assert caught.value.hint
+    assert EngineConfig("model", **{name: False}) != EngineConfig("model", **{name: True})  # type: ignore[arg-type]

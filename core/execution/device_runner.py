@@ -225,7 +225,7 @@ class DeviceRunner(Runner):
         self._answers.rotate()
         values = self._answers[0][: len(requests)]
         values.copy_(tokens[: len(requests)], non_blocking=True)
-        return _TokenFlight(batch, None, tuple(requests), values, arrival(tokens), reported, logprobs, prompts)
+        return _TokenFlight(batch, None, tuple(requests), values, arrival(tokens.device), reported, logprobs, prompts)
 
     def _logprobs_of(
         self, requests: Sequence[Request], tokens: torch.Tensor, logits: torch.Tensor
@@ -241,9 +241,9 @@ class DeviceRunner(Runner):
         return reported, LogprobsOnTheWay(None, tops, to_host(found))
 
 
-def arrival(sent: torch.Tensor) -> torch.cuda.Event | None:
-    """When all that was sent to the host so far has come; None on a CPU."""
-    if not sent.is_cuda:
+def arrival(device: torch.device) -> torch.cuda.Event | None:
+    """When all that `device` was told to send to the host so far has come; None on a CPU."""
+    if device.type != "cuda":
         return None
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()

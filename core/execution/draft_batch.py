@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
-from hookline.batch_processor import upload
 from hookline.execution.device_batch import DeviceBatch
 from hookline.execution.sampling_state import SamplingState
 from hookline.execution.speculative_runner import COIN
@@ -33,7 +31,7 @@ class DraftDeviceBatch(DeviceBatch):
         self, max_running: int, max_tokens: int, num_drafts: int, block_size: int, steps: int, device: torch.device
     ) -> None:
         each, blocks = num_drafts + 1, -(-max_tokens // block_size)
-        # Of a step and the one before it, and one for a beginning in the middle of a block.
+        # A table grows by a step's rows between two steps; by no more than twice as many, whatever was held back.
         self._new_blocks = -(-2 * each // block_size) + 1
         height = BLOCKS + self._new_blocks
         super().__init__(max_running, blocks, max_running, block_size, steps, device, each=each, height=height)
@@ -54,8 +52,6 @@ class DraftDeviceBatch(DeviceBatch):
         for row, part in enumerate(parts):
             request, table = part.request, part.request.block_table
             known = self._known[request]
-            if len(table) - known > self._new_blocks:
-                known = self._write_table(request)
             host[SLOT, row], host[LIMIT, row], host[COLUMN, row] = self._slots[request], len(part.drafts), known
             if len(table) > known:
                 host[BLOCKS : BLOCKS + len(table) - known, row] = table[known:]
@@ -80,10 +76,3 @@ class DraftDeviceBatch(DeviceBatch):
         self.kept.last_tokens.index_copy_(0, slots, last_tokens)
         self.drafting.positions.index_copy_(0, slots, positions.int())
         self.drafting.drafts.index_copy_(0, slots, drafts)
-
-    def _write_table(self, request: Request) -> int:
-        """Writes a whole table that has grown by more than a step's rows can tell; its length."""
-        table = request.block_table
-        row = upload(torch.from_numpy(np.array(table, np.int32)), self.device)
-        self.kept.tables[self._slots[request], : len(table)].copy_(row)
-        return len(table)

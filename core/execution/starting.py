@@ -37,23 +37,14 @@ _THINK_TOKENS = ("<think>", "</think>")
 _GRAPH_OVERHEAD = 256 * 2**20
 
 
-def settle_speculation(
-    config: ResolvedConfig, model: TransformerModel, find_token: Callable[[str], int | None]
-) -> ResolvedConfig:
+def settle_speculation(config: ResolvedConfig, find_token: Callable[[str], int | None]) -> ResolvedConfig:
     """`config` with what speculation needs of the tokenizer.
 
     Raises:
-        UsageError: if the model has no draft of its own and should propose with it, or no tokens around its thoughts.
+        UsageError: if the model has no tokens around its thoughts.
     """
     speculative = config.speculative
-    if speculative is None:
-        return config
-    if speculative.method == "mtp" and model.proposer is None:
-        raise UsageError(
-            f"{model.shapes.architecture} was loaded without a draft of its own, which the method mtp proposes with",
-            hint="Use --speculative-method ngram, which serves every model.",
-        )
-    if not speculative.use_relaxed_acceptance_for_thinking or speculative.think_token_ids is not None:
+    if speculative is None or not speculative.use_relaxed_acceptance_for_thinking or speculative.think_token_ids:
         return config
     begin, end = (find_token(text) for text in _THINK_TOKENS)
     if begin is None or end is None:

@@ -113,8 +113,9 @@ class UnifiedRunner(DeviceRunner):
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, states: Mapping[str, SamplingState]) -> Flight:
-        decodes = [part for part in batch.requests if self.batch.holds(part.request)]
-        chunks = [part for part in batch.requests if not self.batch.holds(part.request)]
+        decodes, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
+        for part in batch.requests:
+            (decodes if self.batch.holds(part.request) else chunks).append(part)
         # A chunk with drafts is one of a request whose slot was lost to an interrupt.
         if self.steps_ahead == 1 or any(part.drafts for part in chunks):
             return self._launch_in_turn(batch, states)
@@ -129,7 +130,7 @@ class UnifiedRunner(DeviceRunner):
             values[count : len(requests)].copy_(prefill.answer, non_blocking=True)
         if not requests and not prefill.prompts:
             return Flight(batch, StepResult([]))
-        return _UnifiedFlight(batch, None, requests, values[: len(requests)], arrival(self.batch.kept.keys), prefill)
+        return _UnifiedFlight(batch, None, requests, values[: len(requests)], arrival(self.batch.device), prefill)
 
     def collect(self, flight: Flight) -> StepResult:
         if not isinstance(flight, _UnifiedFlight) or flight.values is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +17,19 @@ from hookline.benchmark.setup import Bench, Subject, make_bench
 from hookline.config import EngineConfig
 from hookline.engine import Engine
 from tests.conftest import TINY
+from tests.source_tree import ROOT
 
 LIMITS = Limits(4.3e12, 790e12, 650e12, "of this test")
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def tiny_config(**fields: Any) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +11,8 @@ from typing import Any
 import pytest
 
 from hookline.engine import Engine
+from tests.benchmark.conftest import load_script
 from tests.benchmark.test_speculation import FIELDS
-from tests.source_tree import ROOT
 
 SIZES = ("--input-len", "9", "--output-len", "4", "--most", "2", "--repeats", "1")
 SMALL = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "4MiB", *SIZES)
@@ -24,12 +22,7 @@ DRAFTING = ("step", "step_counted", "step_tokens", "step_drafts", "step_accepted
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("glm_benchmark", ROOT / "benchmarks" / "glm.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("glm")
 
 
 @pytest.fixture

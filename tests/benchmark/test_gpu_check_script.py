@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.source_tree import ROOT
+from tests.benchmark.conftest import load_script
 
 SMALL = ["--device", "cpu", "--only", "mistral"]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks" / "gpu_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("gpu_check")
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,20 +11,14 @@ from typing import Any
 import pytest
 
 from hookline.engine import Engine
-from tests.benchmark.conftest import tiny_config
-from tests.source_tree import ROOT
+from tests.benchmark.conftest import load_script, tiny_config
 
 SMALL = ("--device", "cpu", "--divide", "128", "--repeats", "1", "--kv-cache-memory", "16MiB")
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("gpu")
 
 
 @pytest.fixture

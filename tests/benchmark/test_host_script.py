@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,18 +9,14 @@ from types import ModuleType
 import pytest
 
 from hookline.sampling_params import SamplingParams
-from tests.source_tree import ROOT
+from tests.benchmark.conftest import load_script
 
 SMALL = ["--device", "cpu", "--running", "1,3", "--rounds", "2", "--steps", "18"]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("host_benchmark", ROOT / "benchmarks" / "host.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("host")
 
 
 def test_a_row_for_each_mode_and_number(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,3 +158,10 @@ def test_config_alone_with_random_weights(tiny_llama: Path, tmp_path: Path) -> N
 
 def test_wrong_path() -> None:
     assert show("/nowhere").exit_code == 3
+
+
+def test_what_generate_refuses_is_no_plan(tiny_llama: Path) -> None:
+    """Drafts of a model that has none of its own."""
+    found = show(tiny_llama, "--num-speculative-tokens", "3")
+    assert found.exit_code == 2
+    assert "no draft of its own" in found.output and "--speculative-method ngram" in found.output

@@ -432,11 +432,11 @@ def test_relaxed_acceptance_needs_the_tokens_of_thinking(tiny_llama: Path) -> No
 
 def test_the_tokens_of_thinking_come_from_the_tokenizer(plain: Engine) -> None:
     speculative = SpeculativeConfig(method="ngram", use_relaxed_acceptance_for_thinking=True)
-    config, model = dataclasses.replace(plain.config, speculative=speculative), plain.loaded.opened.model
-    settled = settle_speculation(config, model, {"<think>": 3, "</think>": 4}.get).speculative
+    config = dataclasses.replace(plain.config, speculative=speculative)
+    settled = settle_speculation(config, {"<think>": 3, "</think>": 4}.get).speculative
     assert settled == dataclasses.replace(speculative, think_token_ids=(3, 4))
     given = dataclasses.replace(speculative, think_token_ids=(7, 5))
-    kept = settle_speculation(dataclasses.replace(config, speculative=given), model, {"<think>": 3, "</think>": 4}.get)
+    kept = settle_speculation(dataclasses.replace(config, speculative=given), {"<think>": 3, "</think>": 4}.get)
     assert kept.speculative == given
 
 

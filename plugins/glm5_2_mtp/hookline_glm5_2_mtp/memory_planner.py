@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hookline.config import ResolvedConfig
 from hookline.memory_planner import MemoryPlanner
 from hookline_glm5_2_mtp.config import GlmMoeDsaConfig
 
@@ -15,9 +14,6 @@ class GlmMemoryPlanner(MemoryPlanner):
     """
 
     config: GlmMoeDsaConfig
-
-    def __init__(self, config: GlmMoeDsaConfig, engine_config: ResolvedConfig) -> None:
-        super().__init__(config, engine_config)
 
     def activation_bytes(self, itemsize: int) -> int:
         c, options = self.config, self.engine_config
