@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ from hookline.output_processor import OutputProcessor
 from hookline.prompt_encoder import Prompt, PromptEncoder, as_prompts
 from hookline.sampling_params import SamplingParams, check_params
 from hookline.scheduling.block_pool import BlockPool
-from hookline.scheduling.output import RequestOutput
+from hookline.scheduling.output import Load, OutputDelta, RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
 from hookline.scheduling.scheduler import Scheduler
 from hookline.scheduling.speculative import SpeculativeScheduler
@@ -101,6 +102,8 @@ class Engine:
         self._takes_turns = False
         self._numbers = itertools.count()
         self._faults = 0
+        self._computed_tokens = 0
+        self._preemptions = 0
 
     def __enter__(self) -> Self:
         return self
@@ -119,15 +122,35 @@ class Engine:
         """Whether any request has not been reported as finished yet."""
         return self.scheduler.has_work or self._outputs.has_news
 
+    @property
+    def load(self) -> Load:
+        """What there is to do now, and counts so far."""
+        counters, outputs = self.pool.counters, self._outputs
+        return Load(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            used_blocks=self.pool.num_referenced,
+            computed_tokens=self._computed_tokens,
+            preemptions=self._preemptions,
+            queried_tokens=counters.queried_tokens,
+            hit_tokens=counters.hit_tokens,
+            evicted_blocks=counters.evicted_blocks,
+            drafted_tokens=outputs.drafted_tokens,
+            accepted_tokens=outputs.accepted_tokens,
+        )
+
     # -- requests in ---------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = False) -> str:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = False, cache_salt: str = ""
+    ) -> str:
         """Checks a request and puts it in line.
 
         Args:
             prompt: text, token ids, or chat messages, which the checkpoint's chat template turns into text.
             params: how to choose tokens; greedy by default.
             stream: report the request at each of its tokens, not only at its end.
+            cache_salt: only requests of the same salt share cached prefixes.
 
         Returns:
             the id under which `step` reports it.
@@ -144,6 +167,8 @@ class Engine:
         seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
         bad_word_ids = self._prompts.bad_word_ids(params.bad_words)
         eos, salt = self._loaded.eos_token_ids, self._loaded.opened.model.prefix_salt(len(token_ids))
+        if cache_salt:
+            salt += sha256(cache_salt.encode()).digest()
         children: dict[str, tuple[Request, SamplingState]] = {}
         for index in range(params.n):
             child_id, child_seed = f"{request_id}/{index}", derive_seed(seed, index) if index else seed
@@ -193,6 +218,14 @@ class Engine:
         self._step()
         return self._outputs.take_news()
 
+    def step_deltas(self) -> tuple[list[str], list[OutputDelta]]:
+        """`step` for those who pass on what is new: requests that have begun to run, and what each has given since.
+
+        One that does not stream is reported at its end. Raises as `step`, with which it does not mix.
+        """
+        self._step()
+        return self._outputs.take_deltas()
+
     def _step(self) -> None:
         self._agree()
         if self._runner.max_in_flight > 1:
@@ -229,12 +262,14 @@ class Engine:
 
     def _schedule(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
+        self._preemptions += len(batch.preempted)
         for request in batch.preempted:  # also of a batch that has nothing to run
             self._runner.release(request)
         return batch
 
     def _launch(self, batch: ScheduledBatch) -> bool:
         self._outputs.note_scheduled(batch)
+        self._computed_tokens += batch.num_tokens
         try:
             self._flights.append(self._runner.launch(batch, self._states))
         except Exception as error:
@@ -260,7 +295,7 @@ class Engine:
         while len(self._flights) > len(decided):
             self._flights.popleft()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Takes the steps in flight where nobody waits for them, so that those who ended let their blocks go."""
         self._agree()
         while self._flights and not self.scheduler.has_work:
@@ -382,17 +417,17 @@ class Engine:
 
     def put(self, uids: Sequence[Hashable], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `ManualDriver.put`."""
-        self._settle()
+        self.settle()
         return self._manual.put(uids, tokens)
 
     def query(self, uid: Hashable, max_tokens: int, max_blocks: int) -> tuple[int, int]:
         """See `ManualDriver.query`."""
-        self._settle()
+        self.settle()
         return self._manual.query(uid, max_tokens, max_blocks)
 
     def can_schedule(self, uids: Sequence[Hashable], lengths: Sequence[int]) -> SchedulingResult:
         """See `ManualDriver.can_schedule`."""
-        self._settle()
+        self.settle()
         return self._manual.can_schedule(uids, lengths)
 
     def flush(self, uid: Hashable) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hookline.memory_planner import MemoryPlanner
     from hookline.model import ModelConfig, TransformerModel
     from hookline.parallel import Parallel
+    from hookline.parsers.contract import ReasoningFormat, ToolFormat
     from hookline.weight_adapter import WeightAdapter
 
 PROJECT = "hookline"
@@ -112,3 +113,13 @@ def hookline_memory_planner(config: ModelConfig, engine_config: ResolvedConfig) 
 @hookspec(firstresult=True)
 def hookline_batch_processor(config: ModelConfig, engine_config: ResolvedConfig) -> BatchProcessor | None:
     """Batch processors: how a scheduled batch becomes tensors."""
+
+
+@hookspec(firstresult=True)
+def hookline_tool_parser(name: str) -> ToolFormat | None:
+    """Tool parsers: the format of tool calls that is called `name`; None if it is not the plugin's."""
+
+
+@hookspec(firstresult=True)
+def hookline_reasoning_parser(name: str) -> ReasoningFormat | None:
+    """Reasoning parsers: the format of reasoning that is called `name`; None if it is not the plugin's."""

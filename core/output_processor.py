@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hookline.scheduling.output import (
     CompletionOutput,
+    OutputDelta,
     RequestOutput,
     SpeculativeStep,
     StopStringMatcher,
@@ -26,6 +27,8 @@ class _Completion:
     Attributes:
         tokenizer: None where there is no text.
         detokenizer: None where nobody reads the text before its end: it is then made at once, which costs a fraction.
+        taken_tokens: how many of the request's tokens deltas have reported.
+        ended: whether a delta has reported the end.
     """
 
     request: Request
@@ -35,6 +38,8 @@ class _Completion:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     steps: list[SpeculativeStep] = field(default_factory=list)
+    taken_tokens: int = 0
+    ended: bool = False
 
     def push(self, token: int) -> None:
         """Takes one token that is part of the text."""
@@ -51,10 +56,19 @@ class _Completion:
             kept = ids if request.stop_token_id is None else ids[:-1]
             self.text.append(self.tokenizer.decode(kept, request.params.skip_special_tokens))
 
-    def output(self, index: int) -> CompletionOutput:
-        request, reason = self.request, self.request.finish_reason
+    @property
+    def finish_reason(self) -> str | None:
+        reason = self.request.finish_reason
         if reason is FinishReason.LENGTH and self.matcher.matched is not None:
             reason = FinishReason.STOP  # its last token completed a stop string
+        return None if reason is None else reason.value
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.matcher.matched if self.matcher.matched is not None else self.request.stop_token_id
+
+    def output(self, index: int) -> CompletionOutput:
+        request = self.request
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
         wants = request.params.logprobs is not None
@@ -62,12 +76,29 @@ class _Completion:
             index=index,
             text="".join(self.text),
             token_ids=tuple(request.output_token_ids),
-            finish_reason=None if reason is None else reason.value,
-            stop_reason=self.matcher.matched if self.matcher.matched is not None else request.stop_token_id,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             logprobs=tuple(self.logprobs) if wants else None,
             cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wants else None,
             speculative=tuple(self.steps) or None,
         )
+
+    def delta(self, request_id: str, index: int) -> OutputDelta | None:
+        """What there is since the last delta; the text, log probabilities and steps of it are let go."""
+        request = self.request
+        ids, reason = request.output_token_ids[self.taken_tokens :], self.finish_reason
+        if self.ended or not (ids or reason):
+            return None
+        self.taken_tokens += len(ids)
+        self.ended = reason is not None
+        delta = OutputDelta(request_id, index, "".join(self.text), ids, cached_tokens=request.cached_tokens)
+        self.text.clear()
+        self.steps.clear()
+        if request.params.logprobs is not None:
+            delta.logprobs, self.logprobs = self.logprobs, []
+        if reason is not None:
+            delta.finish_reason, delta.stop_reason = reason, self.stop_reason
+        return delta
 
 
 @dataclass(slots=True)
@@ -90,9 +121,28 @@ class _Group:
     error: str | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
+    def timing(self) -> Timing:
+        return Timing(
+            queued=None if self.scheduled is None else self.scheduled - self.arrived,
+            time_to_first_token=None if self.first_token is None else self.first_token - self.arrived,
+            total=time.monotonic() - self.arrived,
+        )
+
+    def deltas(self) -> list[OutputDelta]:
+        """One of each continuation that has news."""
+        each = (completion.delta(self.request_id, index) for index, completion in enumerate(self.completions))
+        found = [delta for delta in each if delta is not None]
+        if found and self.prompt_logprobs is not None:
+            found[0].prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        for delta in found:
+            if delta.finish_reason == FinishReason.ERROR.value:
+                delta.error = self.error
+        if found and not self.running:
+            found[-1].timing = self.timing()
+        return found
+
     def output(self) -> RequestOutput:
         first = self.completions[0].request
-        now = time.monotonic()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -104,11 +154,7 @@ class _Group:
                 completion_tokens=sum(len(c.request.output_token_ids) for c in self.completions),
                 cached_tokens=first.cached_tokens,
             ),
-            timing=Timing(
-                queued=None if self.scheduled is None else self.scheduled - self.arrived,
-                time_to_first_token=None if self.first_token is None else self.first_token - self.arrived,
-                total=now - self.arrived,
-            ),
+            timing=self.timing(),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             error=self.error,
         )
@@ -119,9 +165,16 @@ class OutputProcessor:
 
     Args:
         tokenizer: None where the checkpoint has none; outputs then have token ids and no text.
+
+    Attributes:
+        started: requests that have begun to run since the last report.
+        drafted_tokens, accepted_tokens: of speculation, so far.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.started: list[str] = []
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
         self._owners: dict[str, tuple[_Group, _Completion]] = {}
@@ -169,6 +222,7 @@ class OutputProcessor:
             owner = self._owners.get(request.request_id)
             if owner is not None and owner[0].scheduled is None:
                 owner[0].scheduled = time.monotonic()
+                self.started.append(owner[0].request_id)
 
     def take_prompt_logprobs(self, found: Mapping[str, tuple[int, list[TokenLogprob]]]) -> None:
         """Takes entries of prompt tokens: by request id, the first token's place and the entries from there on."""
@@ -179,6 +233,8 @@ class OutputProcessor:
 
     def take_step(self, request: Request, step: SpeculativeStep) -> None:
         """Takes what a step did with a request's drafts."""
+        self.drafted_tokens += step.num_drafts
+        self.accepted_tokens += step.num_accepted
         owner = self._owners.get(request.request_id)
         if owner is not None:
             owner[1].steps.append(step)
@@ -238,5 +294,15 @@ class OutputProcessor:
         Args:
             wanted: requests to report; None for all. What there is of the others is kept.
         """
+        self.started.clear()
         ids = [request_id for request_id in self._news if wanted is None or request_id in wanted]
         return [self._news.pop(request_id).output() for request_id in ids]
+
+    def take_deltas(self) -> tuple[list[str], list[OutputDelta]]:
+        """What is new since the last call: requests that have begun to run, and deltas in the order in which they came.
+
+        It is gone from whole reports then: an engine is asked for the one or the other.
+        """
+        started, self.started = self.started, []
+        news, self._news = self._news, {}
+        return started, [delta for group in news.values() for delta in group.deltas()]

@@ -110,6 +110,10 @@ class Tokenizer:
         token_id = None if text is None else self._tokenizer.token_to_id(text)
         return frozenset() if token_id is None else frozenset({token_id})
 
+    def to_json(self) -> str:
+        """The tokenizer without its template, as `tokenizer.json` has it."""
+        return str(self._tokenizer.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of a text.
 

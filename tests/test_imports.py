@@ -1,6 +1,6 @@
 """Who may import whom.
 
-    cli -> benchmark -> engine; serving -> engine
+    cli -> benchmark | serving -> engine
     engine -> scheduling | execution | checkpoint | plugins -> the five nouns -> layers -> kernels
     a plugin -> hookspecs, the five, layers, parallel, errors, kernels
 
@@ -32,6 +32,7 @@ PARTS: Mapping[str, frozenset[str]] = {
             "manual",
             "output_processor",
             "prompt_encoder",
+            "structured_output",
             "model_store",
             "tokenizer",
             "chat_template",
@@ -48,12 +49,12 @@ PARTS: Mapping[str, frozenset[str]] = {
         }
     ),
     "layers": frozenset({"layers"}),
-    "basics": frozenset({"errors", "config", "parallel", "sampling_params", "hookspecs"}),
+    "basics": frozenset({"errors", "config", "parallel", "sampling_params", "hookspecs", "grammar", "parsers"}),
 }
 _RUNTIME = frozenset({"scheduling", "execution", "checkpoint", "plugins"})
 _BELOW = frozenset({"nouns", "layers", "kernels", "basics"})
 ARROWS: Mapping[str, frozenset[str]] = {
-    "cli": frozenset({"benchmark", "engine"}) | _RUNTIME | _BELOW,
+    "cli": frozenset({"benchmark", "serving", "engine"}) | _RUNTIME | _BELOW,
     "serving": frozenset({"engine", "scheduling", "plugins", "basics"}),
     "benchmark": frozenset({"engine"}) | _RUNTIME | _BELOW,
     "engine": _RUNTIME | _BELOW,
@@ -77,6 +78,7 @@ OPEN_TO_PLUGINS = frozenset(
         *("hookspecs", "errors", "parallel"),
         *("container", "model", "weight_adapter", "memory_planner", "batch_processor"),
         "parameters",  # templates of parameters: part of `container`, in a file of their own
+        *("grammar", "parsers.contract"),  # what parsers of tool calls and reasoning are
         "config",  # the type of `engine_config`, which the hooks hand to a plugin
     }
 )

@@ -216,5 +216,60 @@ class RequestOutput:
         return {**result, "usage": self.usage.to_dict(), "timing": self.timing.to_dict()}
 
 
+@dataclass(slots=True)
+class OutputDelta:
+    """What a continuation gave since the last delta. Not frozen: hundreds are made each step.
+
+    Attributes:
+        request_id: of the user's request.
+        index: which continuation it is.
+        text: more of its text; what may be part of a stop string is held back.
+        token_ids: more of its tokens; they may run ahead of the text.
+        logprobs: one for each of `token_ids`, if asked for.
+        prompt_logprobs: with the request's first delta, if asked for; see `RequestOutput`.
+        finish_reason, stop_reason: with its last delta; see `CompletionOutput`.
+        error: what went wrong, where it ended with `error`.
+        cached_tokens: of the prompt, from the prefix cache.
+        timing: with the last delta of the request.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do. What counts only grows from the engine's start.
+
+    Attributes:
+        running, waiting: continuations that hold cache, and that wait for it.
+        used_blocks: cache blocks that requests hold.
+        computed_tokens: tokens of all steps, those of lost ones included.
+        preemptions: how often a continuation lost its blocks.
+        queried_tokens, hit_tokens, evicted_blocks: see `PoolCounters`.
+        drafted_tokens, accepted_tokens: of speculation.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None

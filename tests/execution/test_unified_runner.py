@@ -32,7 +32,7 @@ def engine(overlap: bool, drafts: int = 3, changes: dict[str, Any] | None = None
 
 def finish(run: Engine) -> None:
     """Nothing is left behind."""
-    run._settle()
+    run.settle()
     run.scheduler.check()
     assert run.pool.num_referenced == 0
 

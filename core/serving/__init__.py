@@ -1,0 +1,1 @@
+"""The HTTP front: an OpenAI-compatible server in one process, the engine in another."""

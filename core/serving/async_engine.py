@@ -1,0 +1,456 @@
+"""The engine in a process of its own, for asyncio: what the HTTP front stands on, and Python programs may use as well.
+
+async with AsyncEngine(EngineConfig(model="smollm2-135m-instruct")) as engine:
+    async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import msgspec
+import tokenizers
+import zmq
+
+from hookline.config import EngineConfig
+from hookline.errors import HooklineError, InvalidRequestError, NotEnoughMemoryError, ServerError
+from hookline.prompt_encoder import Prompt, PromptEncoder
+from hookline.sampling_params import SamplingParams, check_params
+from hookline.scheduling.output import CompletionOutput, Load, OutputDelta, RequestOutput, Timing, Usage
+from hookline.serving import messages
+from hookline.serving.validated import ValidatedRequest
+from hookline.tokenizer import Tokenizer
+
+ENGINE_COMMAND = (sys.executable, "-m", "hookline.serving.engine_process")
+
+# Seconds that the process gets to end by itself.
+_PATIENCE = 5.0
+
+
+class Answer:
+    """One request in the engine: its news, until its end. For one task to read.
+
+    Attributes:
+        started: `time.monotonic()` when it began to run; None while it waits.
+        finished: whether all of its news has been taken, the end included.
+    """
+
+    def __init__(self, number: int, engine: AsyncEngine) -> None:
+        self.number = number
+        self.started: float | None = None
+        self.finished = False
+        self._engine = engine
+        self._news: dict[int, OutputDelta] = {}
+        self._ended = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def deltas(self) -> list[OutputDelta]:
+        """Waits for news: one delta of each continuation that has any, what came meanwhile joined.
+
+        Raises:
+            InvalidRequestError, NotEnoughMemoryError: the engine does not take the request.
+            HooklineError: it failed at taking it.
+            ServerError: the engine has died.
+            RuntimeError: the end has been taken already.
+        """
+        while not self._news:
+            if self._error is not None:
+                self.finished = True
+                raise self._error
+            if self._ended:
+                raise RuntimeError("the answer's end has been taken already")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        news, self._news = self._news, {}
+        self.finished = self._ended
+        return list(news.values())
+
+    def abort(self) -> None:
+        """Ends the request in the engine; nothing more is told of it. Of no effect after its end."""
+        if not self._ended:
+            self._ended = True
+            self._engine.forget(self)
+
+    def take(self, delta: OutputDelta) -> None:
+        """More of the answer."""
+        before = self._news.get(delta.index)
+        if before is None:
+            self._news[delta.index] = delta
+        else:
+            _join(before, delta)
+        self._ended = self._ended or delta.timing is not None
+
+    def fail(self, error: Exception) -> None:
+        """There will be nothing more but this."""
+        self._ended, self._error = True, error
+
+    def wake(self) -> None:
+        """Lets the reader go on."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _join(delta: OutputDelta, later: OutputDelta) -> None:
+    delta.text += later.text
+    delta.token_ids += later.token_ids
+    if later.logprobs is not None:
+        delta.logprobs = (delta.logprobs or []) + later.logprobs
+    delta.finish_reason, delta.stop_reason = later.finish_reason, later.stop_reason
+    delta.error, delta.timing, delta.cached_tokens = later.error, later.timing, later.cached_tokens
+
+
+class AsyncEngine:
+    """An engine that runs in a process of its own. Its methods belong to one event loop.
+
+    Args:
+        config: how to load and run the model.
+        on_stage: is told of the stages of the start.
+        on_report: is told what each step gave, before those who wait for it.
+        command: starts the engine process; the path of its socket is put behind.
+
+    Attributes:
+        facts: what it serves, once it has started.
+        tokenizer: None where the checkpoint has none.
+        load: what it has to do, as of the last report.
+        reported: `time.monotonic()` when it last gave a sign of life.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_stage: Callable[[messages.Stage], None] | None = None,
+        on_report: Callable[[messages.Report], None] | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self.load = Load()
+        self.reported = time.monotonic()
+        self._on_stage = on_stage
+        self._on_report = on_report
+        self._command = command
+        self._facts: messages.Facts | None = None
+        self._prompts: PromptEncoder | None = None
+        self._folder: Path | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._descriptor = -1
+        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._failed: messages.Failed | None = None
+        self._ready: asyncio.Future[messages.Facts] | None = None
+        self._dead: asyncio.Future[messages.Failed] | None = None
+        self._answers: dict[int, Answer] = {}
+        self._numbers = itertools.count(1)
+        self._encoder = messages.encoder()
+        self._decoder = messages.decoder(messages.FromEngine)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    @property
+    def facts(self) -> messages.Facts:
+        if self._facts is None:
+            raise ServerError("the engine has not started", hint="Write `async with AsyncEngine(...)`.")
+        return self._facts
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves: it has started, and has neither died nor been closed."""
+        return self._facts is not None and self._dead is not None and not self._dead.done()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> messages.Facts:
+        """Starts the process and waits until the model is loaded.
+
+        Raises:
+            HooklineError: what kept the engine from starting, with its exit code.
+        """
+        self._loop = loop = asyncio.get_running_loop()
+        self._ready, self._dead = loop.create_future(), loop.create_future()
+        self._folder = Path(tempfile.mkdtemp(prefix="hookline-"))  # none but this user may enter it
+        path = self._folder / "engine"
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.bind(f"ipc://{path}")
+        self._descriptor = int(self._socket.get(zmq.FD))
+        loop.add_reader(self._descriptor, self._receive)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, str(path), stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno()
+            )
+            self._watcher = asyncio.create_task(self._watch(self._process))
+            self._take_facts(await self._ready)
+        except BaseException:
+            await self.close()
+            raise
+        return self.facts
+
+    async def close(self) -> None:
+        """Ends the process and every answer; does nothing the second time."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            self._say(messages.Shutdown())
+            if self._facts is None:  # it does not listen while it starts
+                self.kill()
+            try:
+                await asyncio.wait_for(process.wait(), _PATIENCE)
+            except TimeoutError:
+                self.kill()
+                await process.wait()
+        if self._watcher is not None:
+            await self._watcher
+        if self._loop is not None and self._socket is not None and self._context is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close()
+            self._context.term()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._socket = self._context = self._folder = None
+
+    def kill(self) -> None:
+        """Ends the process at once, such as one that hangs; it counts as dead then."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def wait_dead(self) -> messages.Failed:
+        """Returns when the process has ended, with the reason."""
+        if self._dead is None:
+            raise ServerError("the engine has not started", hint="Write `async with AsyncEngine(...)`.")
+        return await asyncio.shield(self._dead)
+
+    def _take_facts(self, facts: messages.Facts) -> None:
+        self._facts = facts
+        if facts.tokenizer_json is not None:
+            built = tokenizers.Tokenizer.from_str(facts.tokenizer_json.decode())
+            self.tokenizer = Tokenizer(built, facts.chat_template, facts.special_tokens)
+        self._prompts = PromptEncoder(self.tokenizer, facts.vocab_size)
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def _say(self, message: messages.ToEngine) -> None:
+        """Queues a message, for which there is always room: only so many requests are let in."""
+        if self._socket is not None and self._loop is not None:
+            with suppress(zmq.Again):  # the process has gone, or has not come yet: `_watch` tells those who wait
+                self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._loop.call_soon(self._receive)  # sending looks at the socket too: see `_receive`
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Takes note of the process's end, and of what it said last."""
+        code = await process.wait()
+        self._receive()
+        failed = self._failed or messages.Failed(f"the engine process ended with {_exit_text(code)}")
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(_error_of(failed))
+        if self._dead is not None and not self._dead.done():
+            self._dead.set_result(failed)
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.fail(ServerError("the engine has ended", hint="It has to be started again."))
+            answer.wake()
+
+    def _receive(self) -> None:
+        """Takes all that has come, and then wakes those who have news: once, however much it is.
+
+        The socket's descriptor tells only of what is new since the last look: so everything is taken at each.
+        """
+        woken: dict[int, Answer] = {}
+        while self._socket is not None:
+            try:
+                message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            except msgspec.DecodeError as error:
+                self._failed = messages.Failed(f"the engine process is not understood: {error}")
+                self.kill()
+                break
+            self.reported = time.monotonic()
+            self._take(message, woken)
+        for answer in woken.values():
+            answer.wake()
+
+    def _take(self, message: messages.FromEngine, woken: dict[int, Answer]) -> None:
+        if isinstance(message, messages.Report):
+            self._take_report(message, woken)
+        elif isinstance(message, messages.Refused):
+            self._refuse(message, woken)
+        elif isinstance(message, messages.Stage):
+            if message.name == messages.CONNECTED:
+                self._say(messages.Start(self.config))
+            if self._on_stage is not None:
+                self._on_stage(message)
+        elif isinstance(message, messages.Facts):
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(message)
+        else:
+            self._failed = message
+
+    def _take_report(self, report: messages.Report, woken: dict[int, Answer]) -> None:
+        self.load = report.load
+        answers = self._answers
+        for number in report.started:
+            if number in answers:
+                answers[number].started = self.reported
+        for number, delta in zip(report.numbers, report.deltas, strict=True):
+            answer = answers.get(number)
+            if answer is not None:
+                answer.take(delta)
+                woken[number] = answer
+                if delta.timing is not None:
+                    del answers[number]
+        if self._on_report is not None:
+            self._on_report(report)
+
+    def _refuse(self, refused: messages.Refused, woken: dict[int, Answer]) -> None:
+        answer = self._answers.pop(refused.number, None)
+        if answer is not None:
+            answer.fail(_REFUSALS[refused.kind](refused))
+            woken[refused.number] = answer
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: ValidatedRequest, *, stream: bool = True, grammar: bytes | None = None) -> Answer:
+        """Hands a request to the engine.
+
+        Args:
+            stream: whether to be told of each token, not only of the end.
+            grammar: `request.grammar`, compiled.
+
+        Raises:
+            ServerError: the engine is not there.
+        """
+        if not self.is_alive:
+            raise ServerError("the engine is not there", hint="It has to be started again.")
+        answer = Answer(next(self._numbers), self)
+        self._answers[answer.number] = answer
+        self._say(
+            messages.Submit(
+                number=answer.number,
+                token_ids=list(request.token_ids),
+                params=_differing(request.params),
+                stream=stream,
+                cache_salt=request.cache_salt,
+                grammar=grammar,
+                grammar_after=request.grammar_after,
+            )
+        )
+        return answer
+
+    def forget(self, answer: Answer) -> None:
+        """Ends a request; see `Answer.abort`."""
+        if self._answers.pop(answer.number, None) is not None:
+            self._say(messages.Abort(answer.number))
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+        """One prompt, reported whenever there is news; the last report is finished. Leaving it aborts the request.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            params: how to choose tokens; greedy by default.
+
+        Raises:
+            InvalidRequestError: if it can never be served as it stands.
+            NotEnoughMemoryError: if the device has no room for what its options need.
+            ServerError: if the engine has died.
+        """
+        params, facts = check_params(params), self.facts
+        if self._prompts is None:
+            raise ServerError("the engine has not started", hint="Write `async with AsyncEngine(...)`.")
+        ids = self._prompts.encode(prompt)
+        params.check_against(facts.vocab_size, len(ids), facts.max_model_len)
+        text = prompt if isinstance(prompt, str) else None
+        answer = self.submit(ValidatedRequest(tuple(ids), params, text))
+        growing = _Growing(f"request-{answer.number}", text, tuple(ids), params)
+        try:
+            while not answer.finished:
+                yield growing.take(await answer.deltas())
+        finally:
+            answer.abort()
+
+
+class _Growing:
+    """A whole report, made from deltas."""
+
+    def __init__(self, request_id: str, prompt: str | None, ids: tuple[int, ...], params: SamplingParams) -> None:
+        logprobs = None if params.logprobs is None else ()
+        self._outputs = [CompletionOutput(index, "", (), logprobs=logprobs) for index in range(params.n)]
+        self._report = RequestOutput(request_id, prompt, ids, (), False, Usage(len(ids), 0), Timing())
+
+    def take(self, deltas: Sequence[OutputDelta]) -> RequestOutput:
+        report = self._report
+        for delta in deltas:
+            before = self._outputs[delta.index]
+            logprobs = None if before.logprobs is None else (*before.logprobs, *(delta.logprobs or ()))
+            self._outputs[delta.index] = dataclasses.replace(
+                before,
+                text=before.text + delta.text,
+                token_ids=(*before.token_ids, *delta.token_ids),
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+                logprobs=logprobs,
+                cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
+            )
+            prompts = delta.prompt_logprobs
+            report = dataclasses.replace(
+                report,
+                finished=delta.timing is not None,
+                timing=delta.timing or report.timing,
+                prompt_logprobs=report.prompt_logprobs if prompts is None else tuple(prompts),
+                error=report.error or delta.error,
+                usage=dataclasses.replace(report.usage, cached_tokens=delta.cached_tokens),
+            )
+        made = sum(len(output.token_ids) for output in self._outputs)
+        usage = dataclasses.replace(report.usage, completion_tokens=made)
+        self._report = dataclasses.replace(report, outputs=tuple(self._outputs), usage=usage)
+        return self._report
+
+
+def _differing(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not as they are by default."""
+    values = {entry.name: getattr(params, entry.name) for entry in dataclasses.fields(params)}
+    values["logit_bias"] = dict(params.logit_bias)
+    return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+
+
+_REFUSALS: Mapping[str, Callable[[messages.Refused], Exception]] = MappingProxyType(
+    {
+        "invalid": lambda refused: InvalidRequestError(refused.message, field=refused.field),
+        "memory": lambda refused: NotEnoughMemoryError(refused.message),
+        "fault": lambda refused: HooklineError(refused.message),
+    }
+)
+_DEFAULTS = {entry.name: getattr(SamplingParams(), entry.name) for entry in dataclasses.fields(SamplingParams)}
+
+
+def _error_of(failed: messages.Failed) -> HooklineError:
+    error = HooklineError(failed.message, hint=failed.hint)
+    error.exit_code = failed.exit_code
+    return error
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

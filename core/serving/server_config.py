@@ -1,0 +1,61 @@
+"""How to serve a model over HTTP: frozen options, validated when made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hookline.config import EngineConfig
+from hookline.errors import UsageError
+from hookline.serving.limits import Limits
+
+_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of `engine serve`.
+
+    Attributes:
+        engine: how to load and run the model.
+        host, port: where to listen; port 0 takes a free one.
+        api_keys: any of them opens every route; without one all routes are open.
+        served_model_names: by which clients may name the model; the first is shown. Empty for the model's own name.
+        allowed_hosts: values of the header `Host` that are served beside the address; empty allows, on a loopback
+            address, loopback names alone, and any elsewhere.
+        metrics_prefix: of the names on `/metrics`, followed by a colon.
+        open_metrics: serve `/metrics` without a key.
+        tool_parser, reasoning_parser: names of the parsers; None takes those of the model's record, "" none.
+        strict_api: refuse fields that are not known in place of leaving them aside.
+        limits: what a client may ask for.
+    """
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    metrics_prefix: str = "hookline"
+    open_metrics: bool = False
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    strict_api: bool = False
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if type(self.port) is not int or not 0 <= self.port < 2**16:
+            raise UsageError(f"port is {self.port!r:.80}", hint="Give a port from 0 to 65535; 0 takes a free one.")
+        if not _PREFIX.fullmatch(self.metrics_prefix):
+            raise UsageError(
+                f"metrics_prefix is {self.metrics_prefix!r:.80}", hint="Give letters, digits and underscores."
+            )
+        for key in self.api_keys:
+            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+                raise UsageError(
+                    "an API key is too short or has characters that a header cannot carry",
+                    hint="Give at least 8 printable ASCII characters without spaces.",
+                )
+        for name in self.served_model_names:
+            if not 0 < len(name) <= 256 or not name.isprintable():
+                raise UsageError(f"a served model name is {name!r:.80}", hint="Give 1 to 256 printable characters.")
