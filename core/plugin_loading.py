@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pluggy
 
 from hookline import hookspecs
-from hookline.errors import HooklineError, PluginError
+from hookline.errors import HooklineError, PluginError, UsageError
 from hookline.hookspecs import ENTRY_POINT_GROUP, PROJECT, Architecture, hookimpl
 from hookline.plugin_metadata import GGUF_PREFIX, Claim
 
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from hookline.memory_planner import MemoryPlanner
     from hookline.model import ModelConfig, TransformerModel
     from hookline.parallel import Parallel
+    from hookline.parsers.contract import ReasoningFormat, ToolFormat
     from hookline.weight_adapter import WeightAdapter
 
 T = TypeVar("T")
+
+# The formats of the core.
+_TOOL_FORMAT = "hermes"
+_REASONING_FORMAT = "think"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,38 @@ class LoadedArchitecture:
 
         return self._ask("hookline_batch_processor", BatchProcessor, config=config, engine_config=engine_config)
 
+    def tool_format(self, name: str) -> ToolFormat | None:
+        """How the model writes tool calls, by the format's name: the plugin's, or one of the core's; None for "".
+
+        Raises:
+            UsageError: if nobody knows the name.
+        """
+        from hookline.parsers.contract import ToolFormat
+
+        own = self.record.tool_parser
+        return self._format("hookline_tool_parser", ToolFormat, name, own, _TOOL_FORMAT)  # type: ignore[type-abstract]
+
+    def reasoning_format(self, name: str) -> ReasoningFormat | None:
+        """How the model writes its reasoning; as `tool_format`."""
+        from hookline.parsers.contract import ReasoningFormat
+
+        own, hook = self.record.reasoning_parser, "hookline_reasoning_parser"
+        return self._format(hook, ReasoningFormat, name, own, _REASONING_FORMAT)  # type: ignore[type-abstract]
+
+    def _format(self, hook: str, answer: type[T], name: str, own: str, general: str) -> T | None:
+        """What `name` calls; `own` is the name in the record, `general` the core's."""
+        if not name:
+            return None
+        found = _call(self._manager, self.claim, hook, {"name": name})
+        if found is None and name != own:
+            known = ", ".join(sorted({own, general} - {""}))
+            kind = hook.removeprefix(f"{PROJECT}_").replace("_", " ")
+            raise UsageError(
+                f"{self.claim.title} has no {kind} called {name!r}",
+                hint=f"Known for {self.claim.architecture}: {known}.",
+            )
+        return _checked(self.claim, hook, answer, found)
+
     def _ask(self, hook: str, answer: type[T], **arguments: object) -> T:
         return _ask(self._manager, self.claim, hook, answer, arguments)
 
@@ -109,6 +146,18 @@ class _CoreDefaults:
         from hookline.batch_processor import BatchProcessor
 
         return BatchProcessor(config, engine_config)
+
+    @hookimpl(trylast=True)
+    def hookline_tool_parser(self, name: str) -> ToolFormat | None:
+        from hookline.parsers.hermes import HermesFormat
+
+        return HermesFormat() if name == _TOOL_FORMAT else None
+
+    @hookimpl(trylast=True)
+    def hookline_reasoning_parser(self, name: str) -> ReasoningFormat | None:
+        from hookline.parsers.think import ThinkFormat
+
+        return ThinkFormat() if name == _REASONING_FORMAT else None
 
 
 def load_architecture(claim: Claim, claimed: frozenset[str]) -> LoadedArchitecture:
@@ -197,9 +246,14 @@ def _listed(names: frozenset[str]) -> str:
 
 
 def _ask(manager: pluggy.PluginManager, claim: Claim, hook: str, answer: type[T], arguments: Mapping[str, object]) -> T:
+    return _checked(claim, hook, answer, _call(manager, claim, hook, arguments))
+
+
+def _call(manager: pluggy.PluginManager, claim: Claim, hook: str, arguments: Mapping[str, object]) -> object:
+    """The answer as it is; None where there is none."""
     caller: pluggy.HookCaller = getattr(manager.hook, hook)
     try:
-        result = caller(**arguments)
+        return caller(**arguments)
     except (HooklineError, MemoryError):
         raise
     except Exception as error:
@@ -209,6 +263,9 @@ def _ask(manager: pluggy.PluginManager, claim: Claim, hook: str, answer: type[T]
             f"{hook} of {claim.title} failed: {_describe(error)}",
             hint="Tell the plugin's author, or try another version of the plugin.",
         ) from error
+
+
+def _checked(claim: Claim, hook: str, answer: type[T], result: object) -> T:
     if result is None:
         raise PluginError(
             f"{claim.title} does not answer {hook} for {claim.architecture}",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hookline.config import EngineConfig
-from hookline.errors import ModelConfigError, PluginError
+from hookline.errors import ModelConfigError, PluginError, UsageError
 from hookline.parallel import Parallel
 from hookline.plugins import PluginRegistry
 from hookline.weight_adapter import WeightAdapter
@@ -180,3 +180,49 @@ def test_fault_of_a_core_default_is_not_blamed_on_the_plugin(site: Path, monkeyp
     monkeypatch.setattr("hookline.weight_adapter.WeightAdapter", Faulty)
     with pytest.raises(ZeroDivisionError):
         loaded.weight_adapter(config, "safetensors")
+
+
+FORMATS = """
+class Format:
+    markers = ()
+    end = ""
+    def parser(self, argument): ...
+    def constraint(self, tools, name, parallel): ...
+    def starts_inside(self, prompt_token_ids, find_token): ...
+
+@hookimpl
+def hookline_tool_parser(name):
+    return {"own": Format(), "odd": 5, "hermes": None}.get(name)
+
+@hookimpl
+def hookline_reasoning_parser(name):
+    return {"own": Format()}[name]
+"""
+
+
+def test_formats_are_the_plugins_or_the_cores(site: Path) -> None:
+    install_plugin(site, "hookline-demo", arch_source("D", more=FORMATS), ["D"])
+    loaded = PluginRegistry().load("D")
+    assert type(loaded.tool_format("own")).__name__ == type(loaded.reasoning_format("own")).__name__ == "Format"
+    assert type(loaded.tool_format("hermes")).__name__ == "HermesFormat"
+    assert loaded.tool_format("") is None
+    assert loaded.reasoning_format("") is None
+    with pytest.raises(PluginError, match=r"hookline_tool_parser of hookline-demo 1\.0 answered with a int"):
+        loaded.tool_format("odd")
+    with pytest.raises(PluginError, match=r"hookline_reasoning_parser of hookline-demo 1\.0 failed: KeyError"):
+        loaded.reasoning_format("think")
+    with pytest.raises(UsageError, match=r"hookline-demo 1\.0 has no tool parser called 'other'") as e:
+        loaded.tool_format("other")
+    assert e.value.hint == "Known for D: hermes."
+
+
+def test_a_record_names_a_format_that_its_plugin_must_have(site: Path) -> None:
+    source = arch_source("D").replace("name='D'", "name='D', tool_parser='lost', reasoning_parser='think'")
+    install_plugin(site, "hookline-demo", source, ["D"])
+    loaded = PluginRegistry().load("D")
+    assert type(loaded.reasoning_format("think")).__name__ == "ThinkFormat"
+    with pytest.raises(PluginError, match="does not answer hookline_tool_parser for D"):
+        loaded.tool_format("lost")
+    with pytest.raises(UsageError) as e:
+        loaded.tool_format("other")
+    assert e.value.hint == "Known for D: hermes, lost."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hookline.grammar import GrammarSpec
 
@@ -21,7 +21,8 @@ class ToolCallDelta:
     Attributes:
         index: which call of the answer, from 0.
         name: of the function, with the first piece of a call; None with the others.
-        arguments: more of the arguments' JSON text; the pieces of a call joined are one JSON object.
+        arguments: more of the arguments' JSON text; the pieces of a call joined are one JSON object, or where the
+            answer was cut short perhaps only the beginning of one.
     """
 
     index: int
@@ -49,6 +50,7 @@ class ReasoningParser(Protocol):
         """What was held back, at the end of the answer."""
 
 
+@runtime_checkable
 class ToolFormat(Protocol):
     """How a kind of model writes tool calls.
 
@@ -70,6 +72,7 @@ class ToolFormat(Protocol):
         """
 
 
+@runtime_checkable
 class ReasoningFormat(Protocol):
     """How a kind of model writes its reasoning.
 

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from hookline.container import ContainerMap
     from hookline.memory_planner import MemoryPlanner
     from hookline.parallel import Parallel
+    from hookline.parsers.contract import ReasoningFormat, ToolFormat
     from hookline.weight_adapter import WeightAdapter
     from hookline_glm5_2_mtp.config import GlmMoeDsaConfig
     from hookline_glm5_2_mtp.model import GlmMoeDsaModel
 
 _STORED = ("float8_e4m3fn", "bfloat16", "float4_e2m1fnx2")
 _ENCODINGS = (*_STORED, "float16", "float32")
+# The name under which other engines know GLM's tool calls and reasoning, too.
+_TEXT_FORMAT = "glm45"
 
 
 @hookimpl
@@ -30,6 +33,9 @@ def hookline_architectures() -> tuple[Architecture, ...]:
         example_repositories=("zai-org/GLM-5.2-FP8", "zai-org/GLM-5.2", "nvidia/GLM-5.2-NVFP4"),
         encodings=_ENCODINGS,
         default_encoding="float8_e4m3fn",
+        tool_parser=_TEXT_FORMAT,
+        reasoning_parser=_TEXT_FORMAT,
+        structured_output_backend="xgrammar",
         reference_shapes={"glm-5.2": GLM_5_2, "glm-5.2-6l": GLM_5_2_6L, "tiny-glm5.2-mtp": TINY_GLM_5_2},
     )
     return (
@@ -39,12 +45,17 @@ def hookline_architectures() -> tuple[Architecture, ...]:
             example_repositories=("zai-org/GLM-5.2-FP8",),
             encodings=_ENCODINGS,
             default_encoding="float8_e4m3fn",
+            tool_parser=_TEXT_FORMAT,
+            reasoning_parser=_TEXT_FORMAT,
+            structured_output_backend="xgrammar",
         ),
         Architecture(
             name="DeepseekV32ForCausalLM",
             example_repositories=("deepseek-ai/DeepSeek-V3.2-Exp",),
             encodings=_ENCODINGS,
             default_encoding="float8_e4m3fn",
+            reasoning_parser="think",
+            structured_output_backend="xgrammar",
             reference_shapes={"deepseek-v3.2": DEEPSEEK_V32},
         ),
     )
@@ -94,3 +105,17 @@ def hookline_batch_processor(config: GlmMoeDsaConfig, engine_config: EngineConfi
     from hookline.batch_processor import BatchProcessor
 
     return BatchProcessor(config, engine_config, rope_lengths=config.rope.depends_on_length)
+
+
+@hookimpl
+def hookline_tool_parser(name: str) -> ToolFormat | None:
+    from hookline_glm5_2_mtp.tool_parser import Glm45ToolFormat
+
+    return Glm45ToolFormat() if name == _TEXT_FORMAT else None
+
+
+@hookimpl
+def hookline_reasoning_parser(name: str) -> ReasoningFormat | None:
+    from hookline_glm5_2_mtp.reasoning_parser import Glm45ReasoningFormat
+
+    return Glm45ReasoningFormat() if name == _TEXT_FORMAT else None

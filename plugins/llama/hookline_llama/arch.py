@@ -46,12 +46,15 @@ def hookline_architectures() -> tuple[Architecture, ...]:
             example_repositories=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
             weight_formats=("safetensors", "gguf"),
             gguf_name="llama",
+            tool_parser="hermes",
+            structured_output_backend="xgrammar",
             reference_shapes={"llama-8b": _LLAMA_8B, "llama-70b": _LLAMA_70B},
             stability="stable",
         ),
         Architecture(
             name="MistralForCausalLM",
             example_repositories=("mistralai/Mistral-7B-Instruct-v0.3",),
+            structured_output_backend="xgrammar",
             stability="stable",
         ),
     )

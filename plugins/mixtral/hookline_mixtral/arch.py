@@ -41,6 +41,7 @@ def hookline_architectures() -> tuple[Architecture, ...]:
         Architecture(
             name="MixtralForCausalLM",
             example_repositories=("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1"),
+            structured_output_backend="xgrammar",
             reference_shapes={"mixtral-8x7b": _MIXTRAL_8X7B},
         ),
     )

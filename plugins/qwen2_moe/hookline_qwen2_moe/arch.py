@@ -45,6 +45,8 @@ def hookline_architectures() -> tuple[Architecture, ...]:
         Architecture(
             name="Qwen2MoeForCausalLM",
             example_repositories=("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen2-57B-A14B-Instruct"),
+            tool_parser="hermes",
+            structured_output_backend="xgrammar",
             reference_shapes={"qwen1.5-moe-a2.7b": _QWEN_MOE_A2_7B},
         ),
     )
