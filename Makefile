@@ -1,34 +1,44 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
+TEST_READY := $(VENV)/.ready-test
 
-.PHONY: demo test lint gpu-test bench clean
+.PHONY: demo test lint gpu-test bench browser clean
 
 demo: $(READY)
 	$(BIN)/engine generate "What is the capital of France?"
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest -q -n auto
 
-lint: $(READY)
+lint: $(TEST_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p hookline -p hookline_kernels
 	$(BIN)/mypy -p hookline_llama -p hookline_mixtral -p hookline_qwen2_moe -p hookline_glm5_2_mtp
 
-gpu-test: $(READY)
+gpu-test: $(TEST_READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
+# The web page's tests skip where there is no Chromium, so that a failure here fails nothing.
+browser:
+	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] \
+		|| { apt-get update -qq; apt-get install -y -qq chromium >/dev/null; } || true
+
 $(READY): pyproject.toml constraints.txt plugins/*/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[test]" $(foreach plugin,$(wildcard plugins/*),-e $(plugin))
+	$(PIP) torch
+	$(PIP) -e ".[serve]" $(foreach plugin,$(wildcard plugins/*),-e $(plugin))
 	touch $(READY)
+
+$(TEST_READY): $(READY)
+	$(PIP) -e ".[serve,test,clients]"
+	touch $(TEST_READY)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -295,18 +295,24 @@ class Environment:
     cache_dir: Path
     disabled_plugins: frozenset[str]
     offline: bool
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """`HOOKLINE_CACHE_DIR`, `HOOKLINE_DISABLE_PLUGINS` (names with commas between) and `HOOKLINE_OFFLINE`."""
+    """`HOOKLINE_CACHE_DIR`, `HOOKLINE_OFFLINE`, and `HOOKLINE_DISABLE_PLUGINS` and `HOOKLINE_API_KEYS` with commas."""
     env = os.environ if environ is None else environ
     cache = env.get("HOOKLINE_CACHE_DIR")
-    names = (name.strip() for name in env.get("HOOKLINE_DISABLE_PLUGINS", "").split(","))
     return Environment(
         cache_dir=expand_home(cache or _user_cache_dir()),
-        disabled_plugins=frozenset(name for name in names if name),
+        disabled_plugins=frozenset(_listed(env.get("HOOKLINE_DISABLE_PLUGINS", ""))),
         offline=env.get("HOOKLINE_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        api_keys=_listed(env.get("HOOKLINE_API_KEYS", "")),
     )
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    parts = (part.strip() for part in text.split(","))
+    return tuple(part for part in parts if part)
 
 
 def _user_cache_dir() -> str:

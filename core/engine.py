@@ -6,10 +6,8 @@ file puts requests in at the one end and takes results out at the other.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
@@ -20,18 +18,20 @@ from hookline.config import EngineConfig
 from hookline.errors import InvalidRequestError, NotEnoughMemoryError, UsageError
 from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Flight, StepResult
-from hookline.execution.sampling_state import SamplingState, derive_seed
+from hookline.execution.sampling_state import SamplingState
 from hookline.execution.starting import measure_steps, start_runner
 from hookline.loading import LoadedModel, load_model, save_snapshot
 from hookline.manual import ManualDriver, SchedulingResult
 from hookline.output_processor import OutputProcessor
-from hookline.prompt_encoder import Prompt, PromptEncoder, as_prompts
+from hookline.prompt_encoder import Prompt, as_prompts
+from hookline.request_intake import Grammar, RequestIntake
 from hookline.sampling_params import SamplingParams, check_params
 from hookline.scheduling.block_pool import BlockPool
 from hookline.scheduling.output import Load, OutputDelta, RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
 from hookline.scheduling.scheduler import Scheduler
 from hookline.scheduling.speculative import SpeculativeScheduler
+from hookline.structured_output import CompiledGrammar, GrammarVocabulary
 
 NO_TOKEN = "the model's logits were no numbers, or the request's own options left no token to choose"
 
@@ -95,12 +95,12 @@ class Engine:
             **drafting,
         )
         self._manual = ManualDriver(self._runner, self.pool, max_requests=self.config.max_running, **limits)
-        self._prompts = PromptEncoder(self.tokenizer, self.vocab_size)
+        self._intake = RequestIntake(self._loaded, self.vocab_size, self.max_model_len, self.config.seed)
         self._outputs = OutputProcessor(self.tokenizer)
         self._states: dict[str, SamplingState] = {}
+        self._limited: dict[Request, SamplingState] = {}  # those of them that have a matcher
         self._flights: deque[Flight] = deque()
         self._takes_turns = False
-        self._numbers = itertools.count()
         self._faults = 0
         self._computed_tokens = 0
         self._preemptions = 0
@@ -142,7 +142,14 @@ class Engine:
     # -- requests in ---------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = False, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        cache_salt: str = "",
+        grammar: Grammar | None = None,
+        grammar_after: int | None = None,
     ) -> str:
         """Checks a request and puts it in line.
 
@@ -151,6 +158,8 @@ class Engine:
             params: how to choose tokens; greedy by default.
             stream: report the request at each of its tokens, not only at its end.
             cache_salt: only requests of the same salt share cached prefixes.
+            grammar: what the output must look like. The request ends where it leaves nothing to add.
+            grammar_after: the token id behind which `grammar` begins to hold; None for the output's start.
 
         Returns:
             the id under which `step` reports it.
@@ -159,34 +168,29 @@ class Engine:
             InvalidRequestError: if it can never be served as it stands; nothing has changed then.
             NotEnoughMemoryError: if the device has no room for what its options need; nothing has changed then either.
         """
-        params = check_params(params)
-        token_ids = self.encode(prompt)
-        params.check_against(self.vocab_size, len(token_ids), self.max_model_len)
-        number = next(self._numbers)
-        request_id = f"request-{number}"
-        seed = params.seed if params.seed is not None else derive_seed(self.config.seed, number)
-        bad_word_ids = self._prompts.bad_word_ids(params.bad_words)
-        eos, salt = self._loaded.eos_token_ids, self._loaded.opened.model.prefix_salt(len(token_ids))
-        if cache_salt:
-            salt += sha256(cache_salt.encode()).digest()
-        children: dict[str, tuple[Request, SamplingState]] = {}
-        for index in range(params.n):
-            child_id, child_seed = f"{request_id}/{index}", derive_seed(seed, index) if index else seed
-            children[child_id] = (
-                Request(child_id, list(token_ids), params, self.max_model_len, eos, salt),
-                SamplingState(params, token_ids, eos, self.vocab_size, child_seed, bad_word_ids),
-            )
-        for child_id, (child, state) in children.items():
+        request_id, children = self._intake.make(prompt, params, cache_salt, grammar, grammar_after)
+        for child, state in children:
             self._runner.reserve(state)  # this and the next refuse the first of them, or none: they are all alike
             self.scheduler.add(child)
-            self._states[child_id] = state
-        text = prompt if isinstance(prompt, str) else None
-        self._outputs.add(request_id, text, [child for child, _ in children.values()], stream=stream)
+            self._states[child.request_id] = state
+            if state.matcher is not None:
+                self._limited[child] = state
+        requests, text = [child for child, _ in children], prompt if isinstance(prompt, str) else None
+        self._outputs.add(request_id, text, requests, stream=stream)
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
         """See `PromptEncoder.encode`."""
-        return self._prompts.encode(prompt)
+        return self._intake.encode(prompt)
+
+    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
+        """A grammar made ready for any number of requests; see `structured_output.compile_grammar`."""
+        return self._intake.compiled(grammar)
+
+    @property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """What grammars are compiled for; made at the first need, which takes seconds."""
+        return self._intake.vocabulary
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at once, wherever it stands; false if it is not known or has ended."""
@@ -339,6 +343,9 @@ class Engine:
                 name = request.request_id
                 if name in watched and self._outputs.take_tokens(request, tokens, result.logprobs.get(name, ())):
                     self.scheduler.finish(request, FinishReason.STOP)
+        for request in [each for each, state in self._limited.items() if state.is_complete(each.output_token_ids)]:
+            self.scheduler.finish(request, FinishReason.STOP)
+            request.finish_reason = FinishReason.STOP  # also of one whose last token is its limit's
         for request in [request for request, _ in results if request.finish_reason is not None]:
             self._end(request)
 
@@ -353,6 +360,7 @@ class Engine:
 
     def _end(self, request: Request, error: str | None = None) -> None:
         self._states.pop(request.request_id, None)
+        self._limited.pop(request, None)
         self._runner.release(request)
         self._outputs.finish(request, error)
 
@@ -363,6 +371,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        grammar: Grammar | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """Serves all prompts in one continuous batch; results come in the prompts' order.
@@ -370,6 +379,7 @@ class Engine:
         Args:
             prompts: one prompt (see `add_request`) or several.
             params: one for all, or one each.
+            grammar: what all outputs must look like; see `add_request`.
             progress: is told how many of how many are done.
         """
         many = as_prompts(prompts)
@@ -379,7 +389,8 @@ class Engine:
             raise InvalidRequestError(f"{len(many)} prompts and {len(each)} sampling params", field="params")
         ids: list[str] = []
         try:
-            ids.extend(self.add_request(prompt, one) for prompt, one in zip(many, each, strict=True))
+            compiled = None if grammar is None else self.compile_grammar(grammar)
+            ids.extend(self.add_request(prompt, one, grammar=compiled) for prompt, one in zip(many, each, strict=True))
             done = self._run_to_end(ids, progress)
         except BaseException:
             for request_id in ids:

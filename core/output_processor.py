@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from hookline.scheduling.output import (
 from hookline.scheduling.request import FinishReason, Request, RequestStatus, ScheduledBatch
 from hookline.tokenizer import IncrementalDetokenizer, Tokenizer
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class _Completion:
@@ -29,6 +32,7 @@ class _Completion:
         detokenizer: None where nobody reads the text before its end: it is then made at once, which costs a fraction.
         taken_tokens: how many of the request's tokens deltas have reported.
         ended: whether a delta has reported the end.
+        error: what failed at making its text; that ends it, and no other.
     """
 
     request: Request
@@ -40,11 +44,21 @@ class _Completion:
     steps: list[SpeculativeStep] = field(default_factory=list)
     taken_tokens: int = 0
     ended: bool = False
+    error: str | None = None
 
-    def push(self, token: int) -> None:
-        """Takes one token that is part of the text."""
-        if self.detokenizer is not None:
-            self.text.append(self.matcher.push(self.detokenizer.push(token)))
+    def take(self, tokens: Sequence[int]) -> int:
+        """Takes new tokens, up to one that completes a stop string; how many."""
+        kept = 0
+        while kept < len(tokens) and self.matcher.matched is None:
+            if self.detokenizer is not None and tokens[kept] != self.request.stop_token_id:
+                self.text.append(self.matcher.push(self.detokenizer.push(tokens[kept])))
+            kept += 1
+        return kept
+
+    def fail(self, error: Exception) -> None:
+        """Takes note that its text cannot be made."""
+        _log.error("the text of %s cannot be made", self.request.request_id, exc_info=error)
+        self.error = f"{type(error).__name__}: {error}"
 
     def flush(self) -> None:
         """Takes the text that was held back, at the end."""
@@ -59,6 +73,8 @@ class _Completion:
     @property
     def finish_reason(self) -> str | None:
         reason = self.request.finish_reason
+        if reason is not None and self.error is not None:
+            reason = FinishReason.ERROR
         if reason is FinishReason.LENGTH and self.matcher.matched is not None:
             reason = FinishReason.STOP  # its last token completed a stop string
         return None if reason is None else reason.value
@@ -240,9 +256,9 @@ class OutputProcessor:
             owner[1].steps.append(step)
 
     def take_tokens(self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
-        """Takes a request's new tokens; true if their text completes a stop string.
+        """Takes a request's new tokens; true if their text completes a stop string, or cannot be made.
 
-        Tokens after that are taken away from the request again.
+        Tokens after a stop string are taken away from the request again.
 
         Args:
             logprobs: of the tokens, where they are asked for.
@@ -256,18 +272,18 @@ class OutputProcessor:
         if completion.detokenizer is None and not group.stream and request.params.logprobs is None:
             del self._watched[request.request_id]
             return False
-        kept = 0
-        while kept < len(tokens) and completion.matcher.matched is None:
-            if tokens[kept] != request.stop_token_id:
-                completion.push(tokens[kept])
-            kept += 1
+        try:
+            kept = completion.take(tokens)
+        except Exception as error:
+            completion.fail(error)
+            kept = len(tokens)
         completion.logprobs.extend(logprobs[:kept])
         if kept < len(tokens):
             del request.output_token_ids[kept - len(tokens) :]
             request.stop_token_id = None
         if group.stream:
             self._news[group.request_id] = group
-        return completion.matcher.matched is not None
+        return completion.matcher.matched is not None or completion.error is not None
 
     def finish(self, request: Request, error: str | None = None) -> None:
         """Takes note that a continuation has ended; the request is reported when its last one has."""
@@ -276,8 +292,12 @@ class OutputProcessor:
             return
         group, completion = owner
         self._watched.pop(request.request_id, None)
-        completion.flush()
-        group.error = group.error or error
+        try:
+            if completion.error is None:
+                completion.flush()
+        except Exception as fault:
+            completion.fail(fault)
+        group.error = group.error or error or completion.error
         group.running -= 1
         if group.stream or not group.running:
             self._news[group.request_id] = group

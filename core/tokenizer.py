@@ -110,6 +110,11 @@ class Tokenizer:
         token_id = None if text is None else self._tokenizer.token_to_id(text)
         return frozenset() if token_id is None else frozenset({token_id})
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads beside the messages and the special tokens."""
+        return frozenset() if self._template is None else self._template.variables
+
     def to_json(self) -> str:
         """The tokenizer without its template, as `tokenizer.json` has it."""
         return str(self._tokenizer.to_str())

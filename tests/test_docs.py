@@ -279,6 +279,10 @@ def project(path: str = "pyproject.toml") -> dict[str, Any]:
     return tomllib.loads(read(path))["project"]  # type: ignore[no-any-return]
 
 
+# A row of a table: a package in backticks, and the cells after it.
+ROW = r"^\| `([\w-]+)` \|(.+)\|$"
+
+
 def required() -> dict[str, str]:
     """Name of every dependency to the kind of it."""
     kinds = {"runtime": project()["dependencies"]} | project()["optional-dependencies"]
@@ -288,10 +292,12 @@ def required() -> dict[str, str]:
 def test_every_dependency_has_its_reason() -> None:
     sections = re.split(r"^## ", read("docs/dependencies.md"), flags=re.MULTILINE)
     listed: dict[str, str] = {}
-    for kind, heading in (("runtime", "To run"), ("test", "To test")):
+    for kinds, heading in ((["runtime"], "To run"), (["serve"], "To serve"), (["test", "clients"], "To test")):
         (section,) = [text for text in sections if text.startswith(heading)]
-        rows = re.findall(r"^\| `([\w-]+)` \|(.+)\|$", section, re.MULTILINE)
-        listed |= {name: kind for name, _ in rows}
+        tables = [re.findall(ROW, part, re.MULTILINE) for part in re.split(r"^\| --- .*$", section, flags=re.MULTILINE)]
+        rows = [row for table in tables for row in table]
+        assert len(tables) == 1 + len(kinds)
+        listed |= {name: kind for kind, table in zip(kinds, tables[1:], strict=True) for name, _ in table}
         assert [name for name, cells in rows if not all(cell.strip() for cell in cells.split("|"))] == []
     assert listed == required()
 
@@ -309,15 +315,38 @@ def test_every_dependency_is_pinned() -> None:
 
 # Of the engine's dependencies, those that none of its modules imports: docs/dependencies.md says why they are there.
 NOT_IMPORTED = {"transformers", "safetensors"}
+MAY_BE_IMPORTED = {"uvloop", "httptools"}
+# Distributions whose package has another name; what comes with a package of ours and is imported by its own name.
+IMPORT_NAMES = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+COMES_WITH = {"starlette": "fastapi"}
 LATER_STANDARD_LIBRARY = {"annotationlib"}
 
 
-def test_what_is_imported_is_declared() -> None:
-    imported = {item.target.partition(".")[0] for module in read_modules().values() for item in module.imports}
+def foreign_imports() -> dict[str, set[str]]:
+    """Every package of others that modules of ours import, to the names of those modules."""
     known = sys.stdlib_module_names | LATER_STANDARD_LIBRARY
-    foreign = {name for name in imported if name not in known and not name.startswith("hookline")}
-    runtime = {name for name, kind in required().items() if kind == "runtime"}
-    assert foreign == runtime - NOT_IMPORTED
+    found: dict[str, set[str]] = {}
+    for module in read_modules().values():
+        for item in module.imports:
+            name = item.target.partition(".")[0]
+            if name not in known and not name.startswith("hookline"):
+                found.setdefault(COMES_WITH.get(name, name), set()).add(module.name)
+    return found
+
+
+def packages(kind: str) -> set[str]:
+    """Import names of the dependencies of a kind."""
+    return {IMPORT_NAMES.get(name, name) for name, of in required().items() if of == kind}
+
+
+def test_what_is_imported_is_declared() -> None:
+    declared = packages("runtime") | packages("serve")
+    assert foreign_imports().keys() - MAY_BE_IMPORTED == declared - NOT_IMPORTED - MAY_BE_IMPORTED
+
+
+def test_what_serving_needs_is_imported_there_alone() -> None:
+    users = set().union(*(names for package, names in foreign_imports().items() if package in packages("serve")))
+    assert {name for name in users if not name.startswith("hookline.serving.")} <= {"hookline.structured_output"}
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -27,15 +27,8 @@ PARTS: Mapping[str, frozenset[str]] = {
     "benchmark": frozenset({"benchmark"}),
     "engine": frozenset(
         {
-            "engine",
-            "loading",
-            "manual",
-            "output_processor",
-            "prompt_encoder",
-            "structured_output",
-            "model_store",
-            "tokenizer",
-            "chat_template",
+            *("engine", "loading", "manual", "output_processor", "prompt_encoder", "request_intake"),
+            *("structured_output", "schema_support", "model_store", "tokenizer", "chat_template"),
         }
     ),
     "scheduling": frozenset({"scheduling"}),
@@ -79,6 +72,7 @@ OPEN_TO_PLUGINS = frozenset(
         *("container", "model", "weight_adapter", "memory_planner", "batch_processor"),
         "parameters",  # templates of parameters: part of `container`, in a file of their own
         *("grammar", "parsers.contract"),  # what parsers of tool calls and reasoning are
+        *("parsers.constraint", "parsers.scanning", "parsers.think"),  # what they may be made of
         "config",  # the type of `engine_config`, which the hooks hand to a plugin
     }
 )

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from hookline.benchmark.experts import DistinctExperts
+from hookline.benchmark.load_report import load_figures
 from hookline.benchmark.measure import Latency, Steps, Throughput
-from hookline.benchmark.open_loop import Serving, percentile
+from hookline.benchmark.open_loop import Serving
 from hookline.benchmark.report import Figure
 from hookline.benchmark.roofline import (
     PLAIN,
@@ -135,24 +136,7 @@ def throughput_figures(
 
 
 def serving_figures(found: Serving, work: Sequence[Lengths], costs: ModelCosts, limits: Limits) -> list[Figure]:
-    """Times to the first token and between tokens, beside what one mean request alone would take; and goodput."""
+    """The figures of a load, its times beside what one mean request alone would take."""
     prompt = round(statistics.fmean(length.prompt for length in work))
     context = statistics.fmean(length.prompt + length.output / 2 for length in work)
-    alone, step = prefill_floor(costs, limits, [prompt]), decode_floor(costs, limits, 1, context)
-    figures = [
-        Figure(f"ttft_p{share}", 1e3 * percentile(found.ttfts, share / 100), "ms", alone and 1e3 * alone)
-        for share in (50, 99)
-    ]
-    if found.gaps:
-        figures += [
-            Figure(f"itl_p{share}", 1e3 * percentile(found.gaps, share / 100), "ms", step and 1e3 * step)
-            for share in (50, 99)
-        ]
-    good = 100 * found.good / len(found.ttfts)
-    return [
-        *figures,
-        Figure("output_rate", found.output_tokens / found.seconds, "tokens/s"),
-        Figure("request_rate", len(found.ttfts) / found.seconds, "requests/s"),
-        Figure("goodput", found.goodput, "requests/s"),
-        Figure("good_requests", good, "%"),
-    ]
+    return load_figures(found, prefill_floor(costs, limits, [prompt]), decode_floor(costs, limits, 1, context))

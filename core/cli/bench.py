@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hookline.benchmark.http_load import Target, send_load
+from hookline.benchmark.load_report import LoadReport, load_figures
 from hookline.benchmark.measure import Choice, measure_latency, measure_throughput
-from hookline.benchmark.open_loop import Objectives, measure_serving
+from hookline.benchmark.open_loop import Objectives, make_traces, measure_serving, summarise
+from hookline.benchmark.report import Figure
 from hookline.benchmark.workload import Lengths, fixed_lengths, lognormal_lengths
 from hookline.cli.options import adapt_options, engine_options
 from hookline.cli.output_file import check_output
+from hookline.cli.remote import RemoteServer, check_local_options, read_key, split_url, url_options
 from hookline.cli.source import read_subject, source_options, subject_config
 from hookline.cli.speculation import speculative_config, speculative_options
 from hookline.cli.starting import start_engine
@@ -30,6 +34,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _COUNT = click.IntRange(min=1)
 _CHOICE = ("temperature", "top_k", "top_p")
+_REMOTE_OPTIONS = frozenset(
+    {
+        *("model", "rate", "concurrency", "warmup", "slo_ttft", "slo_itl", "vocab_size", "json_file", *_CHOICE),
+        *("requests", "lengths", "input_len", "output_len", "seed"),
+    }
+)
 
 
 def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -200,45 +210,100 @@ def throughput(plugins: PluginOptions | None, /, **values: Any) -> None:
 
 @bench.command("serve")
 @source_options
-@_number("--rate", None, "Requests that come a second.", float, "NUMBER")
+@url_options
+@_number("--rate", None, "Requests that come a second, at Poisson arrivals.", float, "NUMBER")
+@_number("--concurrency", None, "In place of --rate: so many at a time, each followed by another.")
 @_work_options
 @_number("--warmup", 50, "Requests before those that count.", click.IntRange(min=0))
 @_number("--slo-ttft", 2000.0, "A good request has its first token within this.", float, "MS")
 @_number("--slo-itl", 100.0, "A good request keeps 99 % of the gaps between its tokens within this.", float, "MS")
+@_number("--vocab-size", 256, "With --url: prompts are of random token ids below this.")
 @_report_options
 @engine_options
 @speculative_options
-@click.pass_obj
+@click.pass_context
 def serve(
-    plugins: PluginOptions | None, /, rate: float | None, warmup: int, slo_ttft: float, slo_itl: float, **values: Any
+    ctx: click.Context, /, rate: float | None, concurrency: int | None, slo_ttft: float, slo_itl: float, **values: Any
 ) -> None:
-    """Send requests at Poisson arrivals, whether the engine keeps up or not: TTFT, ITL and goodput.
+    """Send requests under load: TTFT, TPOT, ITL, E2EL, throughput and goodput.
 
-    The engine runs in this process, step by step: HTTP is not part of what is measured. The first --warmup requests
-    are sent and not counted. Time to the first token (TTFT) counts from the moment a request was due; inter-token
-    latency (ITL) is the gap between two reports of new tokens. Goodput is the requests a second that kept both
-    objectives.
+    With --rate requests come at Poisson arrivals, whether the engine keeps up or not; with --concurrency so many run at
+    a time. The first --warmup requests are sent and not counted. Time to the first token (TTFT) counts from the moment
+    a request was due; time per output token (TPOT) is that of a request's tokens after the first; inter-token latency
+    (ITL) is the gap between two reports of new tokens; E2EL is the time to the last. Goodput is the requests a second
+    that kept both objectives.
+
+    Without --url the engine runs in this process, step by step, and HTTP is not part of what is measured. With --url
+    the server there is asked over HTTP, and MODEL is the name that it serves; by default its first.
 
     \b
       engine bench serve --shape NAME --rate 20 --lengths lognormal --requests 1000
       engine bench serve ./my-model --rate 2 --slo-ttft 500 --slo-itl 30
+      engine bench serve --url http://127.0.0.1:8000 --concurrency 64 --input-len 128
     """
-    if rate is None or not 0 < rate < float("inf"):
-        problem = "no --rate" if rate is None else f"--rate is {rate}"
-        raise UsageError(problem, hint="Give the requests that come a second, such as --rate 20.")
-    choice, work = _choice(values), _work(values, warmup + values["requests"])
-    with _start(values, plugins) as found:
+    make_traces([], rate, concurrency)  # what is wrong with them is found before a weight is made
+    choice, work = _choice(values), _work(values, values["warmup"] + values["requests"])
+    counted = work[values["warmup"] :]
+    workload = {"concurrency": concurrency} if rate is None else {"rate": rate}
+    workload |= {"warmup": values["warmup"], "slo_ttft_ms": slo_ttft, "slo_itl_ms": slo_itl}
+    workload |= _described(values, counted)
+    objectives = Objectives(slo_ttft / 1e3, slo_itl / 1e3)
+    if values["url"] is not None:
+        check_local_options(ctx, _REMOTE_OPTIONS)
+        _print(_bench_server(values, work, workload, choice, objectives), values)
+        return
+    with _start(values, ctx.obj) as found:
         from hookline.benchmark.figures import serving_figures
 
-        engine, objectives = found.engine, Objectives(slo_ttft / 1e3, slo_itl / 1e3)
+        engine = found.engine
         found.check_fits(work)
-        result = measure_serving(engine, engine.vocab_size, work, rate, warmup, objectives, choice, seed=values["seed"])
-        counted = work[warmup:]
-        workload = {"rate": rate, "warmup": warmup, "slo_ttft_ms": slo_ttft, "slo_itl_ms": slo_itl}
+        result = measure_serving(
+            engine, engine.vocab_size, work, rate, values["warmup"], objectives, choice,
+            concurrency=concurrency, seed=values["seed"],
+        )  # fmt: skip
         notes = ["The floors are those of one mean request alone. HTTP is not part of what was measured."]
         notes += _plain_floors(found)
         figures = serving_figures(result, counted, found.costs, found.limits)
-        _print(found.report("serve", workload | _described(values, counted), figures, notes), values)
+        _print(found.report("serve", workload, figures, notes), values)
+
+
+def _bench_server(
+    values: Mapping[str, Any], work: list[Lengths], workload: dict[str, Any], choice: Choice, objectives: Objectives
+) -> LoadReport:
+    """The measure `serve` of a server.
+
+    Raises:
+        UsageError: if it is behind TLS, or a request is longer than its context.
+        ServerError: if it cannot be reached, or answers no request in full.
+    """
+    parts, key = split_url(values["url"]), read_key(values["api_key_file"])
+    if parts.scheme != "http":
+        raise UsageError(f"--url is {values['url']}", hint="Give an http:// address: TLS would be measured too.")
+    server = RemoteServer(values["url"], values["model"], key)
+    longest = max(length.total for length in work)
+    if server.max_model_len is not None and longest > server.max_model_len:
+        raise UsageError(
+            f"a request has {longest} tokens, and the context of {server.model} {server.max_model_len}",
+            hint="Give shorter --input-len and --output-len.",
+        )
+    target = Target(str(parts.hostname), parts.port or 80, parts.path, server.model, key)
+    outcome = send_load(
+        target, work, choice, vocab_size=values["vocab_size"], rate=workload.get("rate"),
+        concurrency=workload.get("concurrency"), warmup=values["warmup"], seed=values["seed"],
+    )  # fmt: skip
+    figures = load_figures(summarise(outcome.traces, objectives))
+    figures += [
+        Figure("failed", outcome.failures.total(), "requests"),
+        Figure("chunks", outcome.chunks, "chunks"),
+        Figure("client_us_per_chunk", outcome.client_us_per_chunk, "us"),
+    ]
+    return LoadReport(
+        server={"url": parts.geturl(), "model": server.model},
+        workload=workload | {"vocab_size": values["vocab_size"]},
+        figures=figures,
+        failures=outcome.failures,
+        notes=["ITL is the gap between two chunks, each of which may have several tokens; TPOT counts tokens."],
+    )
 
 
 # The token budget and the running requests that the peers' own benchmarks have, and prefix caching always off.
@@ -305,7 +370,7 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _print(report: Report, values: Mapping[str, Any]) -> None:
+def _print(report: Report | LoadReport, values: Mapping[str, Any]) -> None:
     """The table on stdout, and the JSON file where one was asked for."""
     file: Path | None = values["json_file"]
     if file is not None:

@@ -8,25 +8,28 @@ import io
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from hookline.cli.answer import stream_answer
-from hookline.cli.conversation import Conversation, load_conversation, save_conversation
+from hookline.cli.answer import Answerer, stream_answer
+from hookline.cli.conversation import Conversation, Message, load_conversation, save_conversation
 from hookline.cli.options import engine_config, engine_options, model_option, sampling_options, sampling_params
 from hookline.cli.prompts import has_chat_template
+from hookline.cli.remote import RemoteServer, check_local_options, read_key, url_options
 from hookline.cli.render import run_figures
 from hookline.cli.speculation import speculative_options
 from hookline.cli.starting import start_engine
+from hookline.config import EngineConfig
 from hookline.errors import HooklineError, InvalidRequestError, UsageError
+from hookline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from hookline.engine import Engine
-    from hookline.sampling_params import SamplingParams
     from hookline.scheduling.output import RequestOutput
 
 _COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -42,40 +45,107 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_REMOTE_OPTIONS = frozenset({"model", "system", *(entry.name for entry in fields(SamplingParams))})
+
+
+class Partner(Answerer[list[Message]], Protocol):
+    """Who answers.
+
+    Attributes:
+        model: its name.
+        max_model_len: most tokens of a conversation; None where that is not known.
+    """
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+    def figures(self, output: RequestOutput, seconds: float, /) -> str:
+        """The figures of an answer, which took so many seconds, as lines of text."""
+
+
 @click.command("chat")
 @model_option
+@url_options
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @sampling_options(max_tokens=1024)
 @engine_options
 @speculative_options
 @click.pass_context
-def chat(ctx: click.Context, /, model: str, system: str | None, **values: Any) -> None:
+def chat(
+    ctx: click.Context, /, model: str, url: str | None, api_key_file: str | None, system: str | None, **values: Any
+) -> None:
     """Talk with a model. The whole conversation is its context.
 
     \b
       engine chat
       engine chat -m ./my-model --temperature 0.7 --system "Answer in one sentence."
+      engine chat --url http://127.0.0.1:8000
 
     Lines that begin with / are commands: /system, /reset, /stats, /save, /load, /help, /quit. Ctrl-C stops an answer,
-    Ctrl-D quits. Answers go to stdout, all else to stderr. Lines may also come from a pipe.
+    Ctrl-D quits. Answers go to stdout, all else to stderr. Lines may also come from a pipe. With --url a server
+    answers, and what its model thinks goes to stderr.
+    """
+    params = sampling_params(values)
+    if url is None:
+        with _local_partner(engine_config(model, values, ctx.obj)) as partner:
+            _talk(partner, params, system)
+        return
+    check_local_options(ctx, _REMOTE_OPTIONS)
+    named = ctx.get_parameter_source("model") is not click.core.ParameterSource.DEFAULT
+    _talk(RemoteServer(url, model if named else None, read_key(api_key_file)), params, system)
+
+
+def _talk(partner: Partner, params: SamplingParams, system: str | None) -> None:
+    """Takes lines until the end."""
+    session = _Session(partner, params, Conversation(system))
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            importlib.import_module("readline")  # line editing in `input`
+        context = f", {partner.max_model_len} tokens of context" if partner.max_model_len is not None else ""
+        click.echo(f"{partner.model}{context}. /help lists commands.", err=True)
+    for line in _lines():
+        if not session.take(line):
+            break
+
+
+@contextmanager
+def _local_partner(config: EngineConfig) -> Iterator[Partner]:
+    """A model in this process.
+
+    Raises:
+        UsageError: if it has no chat template.
     """
     start = time.monotonic()
-    params = sampling_params(values)
-    config = engine_config(model, values, ctx.obj)
     with start_engine(config) as engine:
         if not has_chat_template(engine):
             raise UsageError(
-                f"{model} has no chat template, so it cannot chat",
+                f"{config.model} has no chat template, so it cannot chat",
                 hint="Use engine generate --raw, or choose an instruct model.",
             )
-        session = _Session(engine, params, Conversation(system), time.monotonic() - start)
-        if sys.stdin.isatty():
-            with suppress(ImportError):
-                importlib.import_module("readline")  # line editing in `input`
-            click.echo(f"{model}, {engine.max_model_len} tokens of context. /help lists commands.", err=True)
-        for line in _lines():
-            if not session.take(line):
-                break
+        yield _LocalPartner(engine, time.monotonic() - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalPartner:
+    """An engine that took `load_seconds` to start."""
+
+    engine: Engine
+    load_seconds: float
+
+    @property
+    def model(self) -> str:
+        return self.engine.config.model
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    def stream(self, prompt: list[Message], params: SamplingParams, /) -> Generator[RequestOutput, None, None]:
+        return self.engine.stream(prompt, params)
+
+    def figures(self, output: RequestOutput, seconds: float, /) -> str:
+        return run_figures([output], self.load_seconds, seconds, self.engine.memory_plan)
 
 
 def _lines() -> Iterator[str]:
@@ -98,11 +168,10 @@ def _lines() -> Iterator[str]:
 class _Session:
     """The conversation with what serves it."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, conversation: Conversation, load_seconds: float) -> None:
-        self._engine = engine
+    def __init__(self, partner: Partner, params: SamplingParams, conversation: Conversation) -> None:
+        self._partner = partner
         self._params = params
         self._conversation = conversation
-        self._load_seconds = load_seconds
         self._last: tuple[RequestOutput, float] | None = None
 
     def take(self, line: str) -> bool:
@@ -154,7 +223,7 @@ class _Session:
         reports: deque[RequestOutput] = deque(maxlen=1)
         stopped = False
         try:
-            with closing(stream_answer(self._engine, self._conversation.asked(text), self._params)) as answer:
+            with closing(stream_answer(self._partner, self._conversation.asked(text), self._params)) as answer:
                 reports.extend(answer)
         except KeyboardInterrupt:
             click.echo("(stopped)", err=True)
@@ -173,8 +242,9 @@ class _Session:
             click.echo("(the answer could not be computed)", err=True)
         if reason != "length":
             return
-        if self._context_used(output) >= self._engine.max_model_len:
-            full = f"the context of {self._engine.max_model_len} tokens is full"
+        most = self._partner.max_model_len
+        if most is not None and self._context_used(output) >= most:
+            full = f"the context of {most} tokens is full"
             click.echo(f"({full}: /reset begins anew, --max-model-len sets it)", err=True)
         else:
             click.echo(f"(cut at --max-tokens {self._params.max_tokens})", err=True)
@@ -187,5 +257,7 @@ class _Session:
             click.echo("No answer yet.", err=True)
             return
         output, seconds = self._last
-        click.echo(run_figures([output], self._load_seconds, seconds, self._engine.memory_plan), err=True)
-        click.echo(f"context      {self._context_used(output)} of {self._engine.max_model_len} tokens", err=True)
+        click.echo(self._partner.figures(output, seconds), err=True)
+        if used := self._context_used(output):
+            most = "" if self._partner.max_model_len is None else f" of {self._partner.max_model_len}"
+            click.echo(f"context      {used}{most} tokens", err=True)

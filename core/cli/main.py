@@ -36,6 +36,7 @@ _COMMANDS: Mapping[str, _Command] = MappingProxyType(
     {
         "generate": _Command("hookline.cli.generate:generate", "Answer one prompt, or a file of prompts."),
         "chat": _Command("hookline.cli.chat:chat", "Talk with a model in the terminal."),
+        "serve": _Command("hookline.cli.serve:serve", "Serve a model over HTTP, as OpenAI's API does."),
         "show": _Command("hookline.cli.show:show", "Say what a checkpoint is, who serves it, and whether it fits."),
         "pull": _Command("hookline.cli.pull:pull", "Download a model into the cache folder."),
         "snapshot": _Command("hookline.cli.snapshot:snapshot", "Write a model's final weights to a folder."),

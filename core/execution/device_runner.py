@@ -5,6 +5,8 @@ launched: its decode rows take their tokens from the slots, where the step befor
 
 Every row's token is chosen from the logits as they are. Rows of requests that change their logits (penalties, biases,
 bans) are then chosen once more from edited copies, so that a step without them, and its CUDA graph, know nothing of it.
+So are rows whose request has a matcher, which has to see each token before it can tell what may follow: while one has a
+slot, steps take turns with the host, which fills the masks while the forward pass runs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from hookline.execution.device_edits import DeviceEdits
 from hookline.execution.device_logprobs import LogprobsOnTheWay, logprob_values, to_host
 from hookline.execution.runner import Flight, Runner, StepResult
 from hookline.execution.sampling_state import SamplingState
+from hookline.execution.token_masks import make_masks
 from hookline.model import CacheTensors, TransformerModel
 from hookline.scheduling.output import TokenLogprob
 from hookline.scheduling.request import Request, ScheduledBatch
@@ -75,6 +78,7 @@ class DeviceRunner(Runner):
         self.edits = DeviceEdits(max_running + 1, model.shapes.vocab_size, model.device)
         # Requests in slots that want log probabilities of their tokens, and how many likeliest.
         self._reporting: dict[Request, int] = {}
+        self._limited: dict[Request, SamplingState] = {}  # requests in slots that have a matcher
         # The requests of the last step, where each decoded a token, and the scheduler's version of them.
         self._decoding: tuple[Request, ...] = ()
         self._version: int | None = None
@@ -84,6 +88,10 @@ class DeviceRunner(Runner):
 
     def _answer_shape(self, max_running: int) -> tuple[int, ...]:
         return (max_running,)
+
+    @property
+    def steps_ahead(self) -> int:
+        return 1 if self._limited else self.max_in_flight
 
     def capture(self, notice: Notice | None = None) -> float:
         """See `DeviceStep.capture`."""
@@ -96,6 +104,7 @@ class DeviceRunner(Runner):
         self.batch.release(request)
         self.edits.release(request)
         self._reporting.pop(request, None)
+        self._limited.pop(request, None)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, states: Mapping[str, SamplingState]) -> Flight:
@@ -105,7 +114,7 @@ class DeviceRunner(Runner):
             tokens, logits = self.decode.run(
                 self.batch.rows(batch.requests, self.decode.size_for(len(requests)), follows)
             )
-            return self._send(batch, requests, self._choose_edited(requests, tokens, logits), logits)
+            return self._send(batch, requests, self._choose_again(requests, tokens, logits), logits)
         self._version = None
         prepared = self.processor.prepare(batch, self.cache)
         self._fill_pending(batch, prepared)
@@ -159,7 +168,7 @@ class DeviceRunner(Runner):
         slots = self._take_in(requests, tables_of(batch, prepared), states)
         tokens = choose_tokens(logits, self.batch.options(slots, self.batch.upload(_num_outputs(requests))))
         self.batch.kept.last_tokens.index_copy_(0, slots, tokens.clamp(min=0))
-        return slots, self._choose_edited(requests, tokens, logits), logits
+        return slots, self._choose_again(requests, tokens, logits), logits
 
     def _take_in(
         self, requests: Sequence[Request], tables: torch.Tensor, states: Mapping[str, SamplingState]
@@ -172,22 +181,51 @@ class DeviceRunner(Runner):
         self.edits.take_in(fresh, self.batch.slots(fresh), [states[request.request_id] for request in fresh])
         wanted = ((request, request.params.logprobs) for request in fresh)
         self._reporting.update({request: top for request, top in wanted if top is not None})
+        held = ((request, states[request.request_id]) for request in fresh)
+        self._limited.update({request: state for request, state in held if state.matcher is not None})
         return slots
 
-    def _choose_edited(self, requests: Sequence[Request], tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """`tokens`, changed in place where requests edit their logits, as are the slots' last tokens."""
+    def _choose_again(self, requests: Sequence[Request], tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """`tokens`, changed in place where requests limit or edit their logits, as are the slots' last tokens."""
+        limited = [row for row, request in enumerate(requests) if request in self._limited] if self._limited else []
+        if limited:
+            logits = self._mask(requests, limited, logits)
         rows = self.edits.rows(requests)
         if rows:
             edited = [requests[row] for row in rows]
             numbers = _num_outputs(edited)
             columns = self.batch.upload([*rows, *self.batch.slots(edited), *numbers]).view(3, -1)
             scores = self.edits.edit(logits, columns[:2], edited, numbers)
-            chosen = choose_tokens(scores, self.batch.options(columns[1], columns[2]))
-            last = chosen.clamp(min=0)
-            tokens.index_copy_(0, columns[0], chosen)
-            self.batch.kept.last_tokens.index_copy_(0, columns[1], last)
-            self.edits.append(columns[1], last)
+            self.edits.append(columns[1], self._replace(tokens, columns, scores))
+        others = [row for row in limited if row not in rows]
+        if others:
+            chosen = [requests[row] for row in others]
+            columns = self.batch.upload([*others, *self.batch.slots(chosen), *_num_outputs(chosen)]).view(3, -1)
+            self._replace(tokens, columns, logits.index_select(0, columns[0]))
         return tokens
+
+    def _mask(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """A copy of `logits` [R, V] with what the matchers of the requests in `rows` allow; their tokens are known."""
+        states = [(row, self._limited[requests[row]]) for row in rows]
+        for row, state in states:
+            state.follow(requests[row].output_token_ids)
+        limited = [(row, state.matcher, ()) for row, state in states if state.matcher is not None]
+        masks = make_masks(limited, logits.shape[1], logits.device)
+        return logits if masks is None else masks.apply(logits)
+
+    def _replace(self, tokens: torch.Tensor, columns: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Chooses some tokens anew, here and in the slots: the last tokens [E] of those.
+
+        Args:
+            tokens: [R].
+            columns: [3, E] int64: rows of `tokens`, the requests' slots, and how many output tokens they have.
+            scores: [E, V].
+        """
+        chosen = choose_tokens(scores, self.batch.options(columns[1], columns[2]))
+        last = chosen.clamp(min=0)
+        tokens.index_copy_(0, columns[0], chosen)
+        self.batch.kept.last_tokens.index_copy_(0, columns[1], last)
+        return last
 
     def _prompts(self, prepared: PreparedBatch, hidden: torch.Tensor) -> Prompts:
         found = []

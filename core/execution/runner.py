@@ -14,6 +14,7 @@ import torch
 from hookline.batch_processor import BatchProcessor, PreparedBatch, PromptSpan
 from hookline.execution.sampler import Sampler, token_logprobs
 from hookline.execution.sampling_state import SamplingState
+from hookline.execution.token_masks import make_masks
 from hookline.model import CacheTensors, TransformerModel
 from hookline.scheduling.output import SpeculativeStep, TokenLogprob
 from hookline.scheduling.request import Request, ScheduledBatch
@@ -120,7 +121,10 @@ class Runner:
         chosen = [states[request.request_id] for request in requests]
         for state, request in zip(chosen, requests, strict=True):
             state.follow(request.output_token_ids)
-        result = self.sampler.sample(self.model.compute_logits(rows), chosen)
+        logits = self.model.compute_logits(rows)
+        limited = [(row, state.matcher, ()) for row, state in enumerate(chosen) if state.matcher is not None]
+        masks = make_masks(limited, logits.shape[1], logits.device)
+        result = self.sampler.sample(logits, chosen, masks)
         entries = result.logprobs or [None] * len(requests)
         return StepResult(
             token_ids=[[token] for token in result.token_ids],

@@ -15,6 +15,7 @@ import torch
 
 from hookline.errors import UsageError
 from hookline.execution.sampling_state import SamplingState, edit_logits
+from hookline.execution.token_masks import TokenMasks
 from hookline.scheduling.output import TokenLogprob
 
 _SCALE = 2.0**40
@@ -81,12 +82,15 @@ class Sampler:
         self._batch = _Batch((), (), (), ())
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> SampleResult:
+    def sample(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], masks: TokenMasks | None = None
+    ) -> SampleResult:
         """The next token of every row. Does not change `logits` or `states`.
 
         Args:
             logits: [R, V], any float type.
             states: the request of each row.
+            masks: which tokens rows may choose.
 
         Raises:
             UsageError: if the logits' shape is not [number of states, V].
@@ -97,8 +101,10 @@ class Sampler:
             self._batch = _pack(tuple(states), self.device)
         batch = self._batch
         raw = scores = logits.float()
+        if masks is not None:
+            scores = masks.apply(raw)
         if batch.edited:
-            scores = raw.clone()
+            scores = scores.clone()
             edit_logits(scores, batch.edited)
         best = _argmax(scores)
         largest = scores.gather(-1, best)

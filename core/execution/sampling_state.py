@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hookline.execution.token_masks import TokenMatcher
 from hookline.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 _MASK64 = 2**64 - 1
@@ -89,6 +90,7 @@ class SamplingState:
         seed: fixes all of the request's draws; `derive_seed` makes one for each of `n` continuations.
         bad_word_ids: token sequences; the last token of each is banned after the ones before it.
         output_token_ids: tokens that the request has already.
+        matcher: limits the output token by token; None where nothing does.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class SamplingState:
         seed: int,
         bad_word_ids: Sequence[Sequence[int]] = (),
         output_token_ids: Iterable[int] = (),
+        matcher: TokenMatcher | None = None,
     ) -> None:
         self.params = params
         self.temperature = 0.0 if params.temperature < GREEDY_TEMPERATURE else params.temperature
@@ -114,6 +117,7 @@ class SamplingState:
         self._tail_len = max((len(before) for before, _ in self.phrases), default=0)
         self._prompt_tail = tuple(prompt_token_ids[-self._tail_len :]) if self._tail_len else ()
         self._prompt_ids = {i for i in prompt_token_ids if i < vocab_size} if params.repetition_penalty != 1.0 else ()
+        self.matcher = matcher
         self._restart()
         self.edits_logits = bool(
             self.allowed_ids is not None or self.bias_ids.size or self.bad_ids.size or self.phrases
@@ -126,6 +130,8 @@ class SamplingState:
         params = self.params
         self.num_outputs = 0
         self._tail = self._prompt_tail
+        if self.matcher is not None:
+            self.matcher.restart()
         self.seen = _TokenCounts(self._prompt_ids) if params.repetition_penalty != 1.0 else None
         self.counts = _TokenCounts() if params.presence_penalty or params.frequency_penalty else None
 
@@ -146,6 +152,8 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Takes in the next output token."""
         self.num_outputs += 1
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if self.edits_logits:
             if self._tail_len:
                 self._tail = (*self._tail, token_id)[-self._tail_len :]
@@ -155,13 +163,19 @@ class SamplingState:
                 self.counts.add(token_id)
 
     def after(self, token_id: int) -> SamplingState:
-        """This state as it would be with one more output token."""
+        """This state as it would be with one more output token; without its matcher, which knows drafts by itself."""
         copied = copy.copy(self)
+        copied.matcher = None
         if self.edits_logits:
             copied.seen = None if self.seen is None else self.seen.copy()
             copied.counts = None if self.counts is None else self.counts.copy()
         copied.append(token_id)
         return copied
+
+    def is_complete(self, output_token_ids: Sequence[int]) -> bool:
+        """Whether what limits the output leaves nothing after these tokens but an end token, or has seen one."""
+        self.follow(output_token_ids)
+        return self.matcher is not None and self.matcher.is_finished
 
     def uniform(self, ahead: int = 0, stream: int = 0) -> float:
         """The draw for the output token after `ahead` more: 53 bits, in [0, 1).

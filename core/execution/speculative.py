@@ -100,6 +100,8 @@ def exact_matches(drafts: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def relaxed_matches(logits: torch.Tensor, drafts: torch.Tensor, top_k: int, delta: float) -> torch.Tensor:
     """Whether each draft is among the `top_k` likeliest tokens and at most `delta` less probable than the likeliest.
 
+    One whose logit is minus infinity is forbidden, and never is.
+
     Args:
         logits: [B, K, V] before temperature and cuts.
         drafts: [B, K].
@@ -110,7 +112,7 @@ def relaxed_matches(logits: torch.Tensor, drafts: torch.Tensor, top_k: int, delt
     before = (logits > own) | ((logits == own) & (ids < drafts[..., None]))  # among equals the lower id comes first
     probabilities = logits.softmax(dim=-1)
     near = probabilities.gather(-1, drafts[..., None]) >= probabilities.amax(dim=-1, keepdim=True) - delta
-    return (before.sum(dim=-1) < top_k) & near[..., 0]
+    return (before.sum(dim=-1) < top_k) & near[..., 0] & (own > -torch.inf)[..., 0]
 
 
 def sampled_matches(
@@ -175,14 +177,3 @@ def synthetic_chance(rate: float, num_drafts: int) -> float:
         share = sum(middle**i for i in range(1, num_drafts + 1)) / num_drafts
         low, high = (middle, high) if share < rate else (low, middle)
     return (low + high) / 2
-
-
-def apply_token_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`logits` [R, V] with minus infinity for every token whose bit is 0.
-
-    Args:
-        mask: [R, ceil(V / 32)] int32; bit i of word w stands for token 32 * w + i.
-    """
-    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
-    allowed = ((mask[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    return logits.masked_fill(~allowed, -torch.inf)

@@ -6,7 +6,7 @@ before it were output already, which they are where the row counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,19 +21,16 @@ from hookline.execution.sampler import token_logprobs
 from hookline.execution.sampling_state import SamplingState, edit_logits
 from hookline.execution.speculative import (
     accept,
-    apply_token_mask,
     exact_matches,
     relaxed_matches,
     shift,
     synthetic_chance,
 )
 from hookline.execution.thinking import Thinking
+from hookline.execution.token_masks import TokenMatcher, make_masks
 from hookline.model import CacheTensors, DraftBatch, ForwardBatch, TransformerModel
 from hookline.scheduling.output import SpeculativeStep, TokenLogprob
 from hookline.scheduling.request import Request, ScheduledBatch, ScheduledRequest
-
-# Bits of the tokens that a request may choose [K + 1, ceil(V / 32)] int32, after each of its drafts; None for all.
-TokenMasks = Callable[[Request, Sequence[int]], torch.Tensor | None]
 
 # Which of a request's draws for an output token decides whether its draft is accepted.
 COIN = 2
@@ -67,9 +64,6 @@ class SpeculativeRunner(Runner):
 
     Args:
         config: how drafts are proposed and accepted.
-
-    Attributes:
-        masks: answers which tokens a request may choose, such as those that a grammar allows; None where none asks.
     """
 
     def __init__(
@@ -86,7 +80,6 @@ class SpeculativeRunner(Runner):
             if self.proposer is None:
                 raise UsageError("the model has no draft of its own", hint="Use the method ngram.")
             self.lookahead = config.num_speculative_tokens
-        self.masks: TokenMasks | None = None
         self._thinking: Thinking | None = None
         if config.use_relaxed_acceptance_for_thinking:
             if config.think_token_ids is None:
@@ -109,8 +102,8 @@ class SpeculativeRunner(Runner):
         new, logprobs = list[list[int]](), dict[str, Sequence[TokenLogprob]]()
         if parts:
             rows = wanted if prepared.sample_rows is None else wanted.index_select(0, prepared.sample_rows)
-            logits = self._mask(parts, self.model.compute_logits(rows))
-            new = self._verify(self._rows(parts, states), logits)
+            logits, own = self.model.compute_logits(rows), self._rows(parts, states)
+            new = self._verify(own, self._mask(own, logits))
             logprobs = dict(_logprobs(parts, new, logits))
         drafts = self._propose(batch, parts, prepared.forward, hidden, states, new)
         result = StepResult(
@@ -222,17 +215,15 @@ class SpeculativeRunner(Runner):
         values = [[state.uniform(ahead, stream) for ahead in range(width)] for state in rows.own]
         return self._tensor(values, torch.float64).view(len(rows.own), width)
 
-    def _mask(self, parts: Sequence[ScheduledRequest], logits: torch.Tensor) -> torch.Tensor:
-        """`logits` [R, V] with only the tokens that `masks` allows."""
-        if self.masks is None:
-            return logits
-        masked, first = list[torch.Tensor](), 0
-        for part in parts:
-            own = logits[first : first + len(part.drafts) + 1]
-            mask = self.masks(part.request, part.drafts)
-            masked.append(own if mask is None else apply_token_mask(own, mask.to(own.device)))
-            first += len(own)
-        return torch.cat(masked)
+    def _mask(self, rows: _Rows, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` [R, V] with only the tokens that the parts' matchers allow."""
+        limited, first = list[tuple[int, TokenMatcher, Sequence[int]]](), 0
+        for part, state in zip(rows.parts, rows.own, strict=True):
+            if state.matcher is not None:
+                limited.append((first, state.matcher, part.drafts))
+            first += len(part.drafts) + 1
+        masks = make_masks(limited, logits.shape[1], logits.device)
+        return logits if masks is None else masks.apply(logits)
 
     def _propose(
         self,

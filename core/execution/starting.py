@@ -21,6 +21,7 @@ from hookline.execution.kv_cache import allocate_cache
 from hookline.execution.runner import Runner
 from hookline.execution.speculative import synthetic_chance
 from hookline.execution.speculative_runner import SpeculativeRunner
+from hookline.execution.token_masks import mask_kind
 from hookline.execution.unified_runner import UnifiedRunner
 from hookline.execution.unified_step import UnifiedStep
 from hookline.execution.worst_case import measure_steps as measure
@@ -152,7 +153,8 @@ def _compile(model: TransformerModel, config: ResolvedConfig) -> None:
 
     with ThreadPoolExecutor(_COMPILERS) as pool:
         list(pool.map(run, (first, partial(_choose, model, step.batch), prefill)))
-        list(pool.map(run, [*decodes, *prefills, *edit_kinds(model.shapes.vocab_size, device)]))
+        edits = [*edit_kinds(model.shapes.vocab_size, device), mask_kind(model.shapes.vocab_size, device)]
+        list(pool.map(run, [*decodes, *prefills, *edits]))
 
 
 @torch.inference_mode()

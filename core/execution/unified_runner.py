@@ -23,7 +23,7 @@ from hookline.execution.draft_batch import DraftDeviceBatch
 from hookline.execution.runner import Flight, StepResult
 from hookline.execution.sampling_state import SamplingState
 from hookline.execution.speculative import shift
-from hookline.execution.speculative_runner import SpeculativeRunner, TokenMasks, hidden_states
+from hookline.execution.speculative_runner import SpeculativeRunner, hidden_states
 from hookline.execution.unified_step import UnifiedStep
 from hookline.model import CacheTensors, DraftBatch, TransformerModel
 from hookline.scheduling.output import SpeculativeStep
@@ -94,17 +94,8 @@ class UnifiedRunner(DeviceRunner):
         return (max_running, 2 * self.num_drafts + 2)
 
     @property
-    def masks(self) -> TokenMasks | None:
-        """See `SpeculativeRunner.masks`; with one, all steps take turns with the host."""
-        return self._host.masks
-
-    @masks.setter
-    def masks(self, masks: TokenMasks | None) -> None:
-        self._host.masks = masks
-
-    @property
     def steps_ahead(self) -> int:
-        return 1 if self._takers_of_turns or self.masks is not None else self.max_in_flight
+        return 1 if self._takers_of_turns else self.max_in_flight
 
     def release(self, request: Request) -> None:
         super().release(request)
@@ -180,7 +171,8 @@ class UnifiedRunner(DeviceRunner):
     ) -> torch.Tensor:
         slots = super()._take_in(requests, tables, states)
         for request in requests:
-            if states[request.request_id].edits_logits or request.params.logprobs is not None:
+            state = states[request.request_id]
+            if state.edits_logits or state.matcher is not None or request.params.logprobs is not None:
                 self._takers_of_turns.add(request)
         return slots
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import os
 import shutil
 import sys
 import tempfile
@@ -28,8 +29,9 @@ from hookline.config import EngineConfig
 from hookline.errors import HooklineError, InvalidRequestError, NotEnoughMemoryError, ServerError
 from hookline.prompt_encoder import Prompt, PromptEncoder
 from hookline.sampling_params import SamplingParams, check_params
-from hookline.scheduling.output import CompletionOutput, Load, OutputDelta, RequestOutput, Timing, Usage
+from hookline.scheduling.output import Load, OutputDelta, RequestOutput
 from hookline.serving import messages
+from hookline.serving.growing_output import GrowingOutput
 from hookline.serving.validated import ValidatedRequest
 from hookline.tokenizer import Tokenizer
 
@@ -119,7 +121,7 @@ class AsyncEngine:
         config: how to load and run the model.
         on_stage: is told of the stages of the start.
         on_report: is told what each step gave, before those who wait for it.
-        command: starts the engine process; the path of its socket is put behind.
+        command: starts the engine process; the path of its socket and this process's number are put behind.
 
     Attributes:
         facts: what it serves, once it has started.
@@ -200,7 +202,11 @@ class AsyncEngine:
         loop.add_reader(self._descriptor, self._receive)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, str(path), stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr.fileno()
+                *self._command,
+                str(path),
+                str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
             )
             self._watcher = asyncio.create_task(self._watch(self._process))
             self._take_facts(await self._ready)
@@ -384,49 +390,12 @@ class AsyncEngine:
         params.check_against(facts.vocab_size, len(ids), facts.max_model_len)
         text = prompt if isinstance(prompt, str) else None
         answer = self.submit(ValidatedRequest(tuple(ids), params, text))
-        growing = _Growing(f"request-{answer.number}", text, tuple(ids), params)
+        growing = GrowingOutput(f"request-{answer.number}", text, tuple(ids), params)
         try:
             while not answer.finished:
                 yield growing.take(await answer.deltas())
         finally:
             answer.abort()
-
-
-class _Growing:
-    """A whole report, made from deltas."""
-
-    def __init__(self, request_id: str, prompt: str | None, ids: tuple[int, ...], params: SamplingParams) -> None:
-        logprobs = None if params.logprobs is None else ()
-        self._outputs = [CompletionOutput(index, "", (), logprobs=logprobs) for index in range(params.n)]
-        self._report = RequestOutput(request_id, prompt, ids, (), False, Usage(len(ids), 0), Timing())
-
-    def take(self, deltas: Sequence[OutputDelta]) -> RequestOutput:
-        report = self._report
-        for delta in deltas:
-            before = self._outputs[delta.index]
-            logprobs = None if before.logprobs is None else (*before.logprobs, *(delta.logprobs or ()))
-            self._outputs[delta.index] = dataclasses.replace(
-                before,
-                text=before.text + delta.text,
-                token_ids=(*before.token_ids, *delta.token_ids),
-                finish_reason=delta.finish_reason,
-                stop_reason=delta.stop_reason,
-                logprobs=logprobs,
-                cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
-            )
-            prompts = delta.prompt_logprobs
-            report = dataclasses.replace(
-                report,
-                finished=delta.timing is not None,
-                timing=delta.timing or report.timing,
-                prompt_logprobs=report.prompt_logprobs if prompts is None else tuple(prompts),
-                error=report.error or delta.error,
-                usage=dataclasses.replace(report.usage, cached_tokens=delta.cached_tokens),
-            )
-        made = sum(len(output.token_ids) for output in self._outputs)
-        usage = dataclasses.replace(report.usage, completion_tokens=made)
-        self._report = dataclasses.replace(report, outputs=tuple(self._outputs), usage=usage)
-        return self._report
 
 
 def _differing(params: SamplingParams) -> dict[str, Any]:

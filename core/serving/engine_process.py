@@ -1,6 +1,6 @@
 """The engine process: the only one that touches the device. Commands come in, steps run, reports go out.
 
-    python -m hookline.serving.engine_process PATH_OF_THE_SOCKET
+    python -m hookline.serving.engine_process PATH_OF_THE_SOCKET PARENT
 
 It ends when the process that started it ends, however that comes: a thread looks whether it is still there.
 """
@@ -22,6 +22,7 @@ from hookline.errors import HooklineError, InvalidRequestError, NotEnoughMemoryE
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import OutputDelta
 from hookline.serving import messages
+from hookline.structured_output import CompiledGrammar
 
 if TYPE_CHECKING:
     from hookline.engine import Engine
@@ -98,19 +99,21 @@ class EngineLoop:
         busy = self._engine.has_work
         for command in self._channel.receive(0.0 if busy else BEAT):
             self._take(command)
-        if self.ended:
-            return
         started, deltas = list[str](), list[OutputDelta]()
         if self._engine.has_work:
-            before = self._load.computed_tokens
-            started, deltas = self._engine.step_deltas()
-            self._load = self._engine.load
-            self._steps += 1
-            self._step_tokens.append(self._load.computed_tokens - before)
-            if not self._engine.has_work:
-                self._rest()
+            started, deltas = self._step()
         if started or deltas or time.monotonic() - self._said >= BEAT:
             self._report(started, deltas)
+
+    def _step(self) -> tuple[list[str], list[OutputDelta]]:
+        before = self._load.computed_tokens
+        news = self._engine.step_deltas()
+        self._load = self._engine.load
+        self._steps += 1
+        self._step_tokens.append(self._load.computed_tokens - before)
+        if not self._engine.has_work:
+            self._rest()
+        return news
 
     def _rest(self) -> None:
         """Nothing runs: no block may be held."""
@@ -137,6 +140,10 @@ class EngineLoop:
                 SamplingParams.from_dict(command.params),
                 stream=command.stream,
                 cache_salt=command.cache_salt,
+                grammar=None
+                if command.grammar is None
+                else CompiledGrammar.from_bytes(command.grammar, self._engine.grammar_vocabulary),
+                grammar_after=command.grammar_after,
             )
         except InvalidRequestError as error:
             self._channel.send(messages.Refused(command.number, "invalid", error.message, error.field))
@@ -238,9 +245,12 @@ class _Notice:
             self._channel.send(messages.Stage(self._stage, done, total))
 
 
-def watch_parent() -> None:
-    """Ends this process at once when its parent has gone, whatever it is doing: nobody would hear it."""
-    parent = os.getppid()
+def watch_parent(parent: int) -> None:
+    """Ends this process at once when its parent has gone, whatever it is doing: nobody would hear it.
+
+    Args:
+        parent: the process that started this one; it may have gone already.
+    """
 
     def look() -> None:
         while os.getppid() == parent:
@@ -250,11 +260,11 @@ def watch_parent() -> None:
     threading.Thread(target=look, name="parent", daemon=True).start()
 
 
-def main(path: str) -> int:
+def main(path: str, parent: int) -> int:
     """Serves until the parent asks for the end or goes; answers with the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are the parent's to hear, which then lets requests end
         signal.signal(number, signal.SIG_IGN)
-    watch_parent()
+    watch_parent(parent)
     channel = Channel(path)
     try:
         engine = start(channel)
@@ -272,4 +282,4 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

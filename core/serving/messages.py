@@ -12,7 +12,6 @@ import msgspec
 from hookline.config import EngineConfig
 from hookline.scheduling.output import Load, OutputDelta
 
-
 # The stage that the engine process begins with: it hears what it is told from then on.
 CONNECTED = "connected"
 

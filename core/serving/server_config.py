@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hookline.config import EngineConfig
 from hookline.errors import UsageError
@@ -33,7 +33,7 @@ class ServerConfig:
     engine: EngineConfig
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_names: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     metrics_prefix: str = "hookline"
@@ -41,7 +41,7 @@ class ServerConfig:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     strict_api: bool = False
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if type(self.port) is not int or not 0 <= self.port < 2**16:

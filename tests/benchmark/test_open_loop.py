@@ -1,4 +1,4 @@
-"""An open loop on a server with a clock of its own: who waits, and how long."""
+"""Open and closed loops on a server with a clock of its own: who waits, and how long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hookline.benchmark.measure import Choice
 from hookline.benchmark.open_loop import Objectives, Trace, measure_serving, percentile, summarise
 from hookline.benchmark.workload import Lengths, poisson_arrivals
-from hookline.errors import HooklineError
+from hookline.errors import HooklineError, UsageError
 from tests.benchmark.fake_server import FakeServer
 
 LOOSE = Objectives(ttft=10.0, itl=10.0)
@@ -88,3 +88,22 @@ def test_an_error_of_a_request_is_told() -> None:
         measure_serving(
             server, 320, [Lengths(3, 3)] * 5, 5.0, 0, LOOSE, Choice(), clock=server.clock, sleep=server.sleep
         )
+
+
+def test_a_closed_loop_sends_the_next_when_one_ends() -> None:
+    server = FakeServer(prefill=0.5, decode=0.1)
+    work = [Lengths(3, 4)] * 6
+    found = measure_serving(
+        server, 320, work, None, 0, LOOSE, Choice(), concurrency=2, clock=server.clock, sleep=server.sleep
+    )
+    # Pairs run together, each from a prefill's step on, and nobody waits to be sent.
+    assert list(found.ttfts) == pytest.approx([0.5] * 6)
+    assert list(found.e2els) == pytest.approx([0.8] * 6)
+    assert list(found.tpots) == pytest.approx([0.1] * 6)
+    assert found.seconds == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize(("rate", "concurrency"), [(None, None), (1.0, 2)])
+def test_a_load_is_open_or_closed(rate: float | None, concurrency: int | None) -> None:
+    with pytest.raises(UsageError, match="--concurrency"):
+        measure_serving(FakeServer(1, 1), 320, [Lengths(3, 4)], rate, 0, LOOSE, Choice(), concurrency=concurrency)

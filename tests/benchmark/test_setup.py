@@ -103,14 +103,20 @@ def test_requests_that_run_together_are_bound_by_limit_cache_and_number() -> Non
 
 
 def test_serving_figures(bench: Bench) -> None:
-    found = Serving(ttfts=[0.1, 0.2, 0.4], gaps=[0.01] * 99 + [0.5], good=2, seconds=4.0, output_tokens=100)
+    found = Serving(
+        ttfts=[0.1, 0.2, 0.4], e2els=[1.0, 2.0, 3.0], tpots=[0.02], gaps=[0.01] * 99 + [0.5], good=2, seconds=4.0,
+        input_tokens=60, output_tokens=100,
+    )  # fmt: skip
     figures = {f.name: f for f in serving_figures(found, [Lengths(8, 8)], bench.costs, LIMITS)}
-    assert [figures[name].value for name in ("ttft_p50", "ttft_p99")] == pytest.approx([200.0, 400.0])
-    assert [figures[name].value for name in ("itl_p50", "itl_p99")] == pytest.approx([10.0, 10.0])
-    assert figures["goodput"].value == 0.5
+    assert [figures[name].value for name in ("median_ttft_ms", "p99_ttft_ms")] == pytest.approx([200.0, 400.0])
+    assert [figures[name].value for name in ("median_itl_ms", "p99_itl_ms")] == pytest.approx([10.0, 10.0])
+    assert [figures[name].value for name in ("mean_tpot_ms", "mean_e2el_ms")] == pytest.approx([20.0, 2000.0])
+    assert figures["request_goodput"].value == 0.5
     assert figures["good_requests"].value == pytest.approx(200 / 3)
-    silent = Serving([0.1], [], 1, 1.0, 1)
-    assert "itl_p50" not in {f.name for f in serving_figures(silent, [Lengths(8, 1)], bench.costs, LIMITS)}
+    assert (figures["output_throughput"].value, figures["total_token_throughput"].value) == (25, 40)
+    assert figures["mean_ttft_ms"].percent is not None and figures["mean_e2el_ms"].percent is None
+    silent = Serving([0.1], [0.1], [], [], 1, 1.0, 8, 1)
+    assert not [f for f in serving_figures(silent, [Lengths(8, 1)], bench.costs, LIMITS) if "itl" in f.name]
 
 
 def test_report_holds_machine_versions_shape_settings_and_limits(bench: Bench) -> None:

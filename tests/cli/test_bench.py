@@ -81,7 +81,8 @@ def test_serve(config_file: Path, tmp_path: Path) -> None:
     options = ("--rate", "200", "--requests", "6", "--warmup", "2", "--json", out, "--slo-ttft", "60000")
     result = run("serve", "--config", config_file, *CPU, *SIZES, *options, "--slo-itl", "60000")
     found = record(result, out)
-    assert {"ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput"} <= found["results"].keys()
+    times = {f"{kind}_{name}_ms" for kind in ("mean", "median", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
+    assert times | {"request_throughput", "output_throughput", "request_goodput"} <= found["results"].keys()
     assert found["results"]["good_requests"]["value"] == 100
     assert found["settings"]["workload"]["warmup"] == 2
     assert "HTTP is not part" in result.stdout
@@ -109,8 +110,9 @@ def test_a_checkpoint_is_measured_too(tiny_llama: Path, tmp_path: Path) -> None:
         (("latency", "--shape", "llama-8b", "--profile", "no/such/folder/x.json"), 2, "--profile"),
         (("latency", "--shape", "llama-8b", "--batch", "0"), 2, "--batch"),
         (("latency", "--shape", "llama-70b", "--device", "cpu", "--dtype", "float32"), 6, "The weights take"),
-        (("serve", "--shape", "llama-8b"), 2, "no --rate"),
-        (("serve", "--shape", "llama-8b", "--rate", "0"), 2, "--rate is 0.0"),
+        (("serve", "--shape", "llama-8b"), 2, "neither --rate nor --concurrency"),
+        (("serve", "--shape", "llama-8b", "--rate", "1", "--concurrency", "1"), 2, "both given"),
+        (("serve", "--shape", "llama-8b", "--rate", "0"), 2, "the rate is 0.0"),
         (("nothing",), 2, "No such command"),
     ],
 )

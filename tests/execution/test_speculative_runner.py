@@ -22,6 +22,7 @@ from hookline.errors import UsageError
 from hookline.execution.starting import settle_speculation
 from hookline.model import DraftBatch, Proposer, TransformerModel
 from hookline.scheduling.output import RequestOutput
+from tests.execution.test_token_masks import Rule
 
 BLOCK, VOCABULARY, TOKENS = 8, 320, 24
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -262,13 +263,10 @@ def test_a_mask_forbids_before_acceptance(plain: Engine, drafting: Callable[...,
     limited = dataclasses.replace(SAMPLED, allowed_token_ids=tuple(allowed))
     want, known = plain.generate(prompts(), limited), plain.generate(prompts(), longer(limited))
     _, _, oracle, engine = drafting(SAMPLED, 3)
-    words = [sum(1 << token % 32 for token in allowed if token // 32 == word) for word in range(VOCABULARY // 32)]
-    mask = torch.tensor([word - 2**32 if word >= 2**31 else word for word in words], dtype=torch.int32)
-    engine._runner.masks = lambda request, drafts: mask.expand(len(drafts) + 1, -1)  # type: ignore[attr-defined]
     oracle.answers = {tuple(ids): one.outputs[0].token_ids for ids, one in zip(prompts(), known, strict=True)}
     for right in (0, 3):
         oracle.right = lambda step, right=right: right  # type: ignore[misc]
-        found = engine.generate(prompts(), SAMPLED)
+        found = engine.generate(prompts(), SAMPLED, grammar=Rule(lambda output: allowed))
         assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in want]
 
 
@@ -288,17 +286,9 @@ def test_no_token_after_accepted_drafts(ends: bool, drafting: Callable[..., Any]
     [want], _, oracle, engine = drafting(GREEDY, 3, many=[prompts()[4]])
     tokens = list(want.outputs[0].token_ids)
     stop = tokens.index(tokens[last])
-    words = -(-VOCABULARY // 32)
-
-    def masks(request: Any, drafts: Sequence[int]) -> torch.Tensor:
-        rows = torch.full((len(drafts) + 1, words), -1, dtype=torch.int32)
-        rows[max(0, stop + 1 - len(request.output_token_ids)) :] = 0
-        return rows
-
-    engine._runner.masks = masks
     oracle.checks = False
     params = dataclasses.replace(GREEDY, stop_token_ids=(tokens[last],)) if ends else GREEDY
-    [output] = engine.generate([prompts()[4]], params)
+    [output] = engine.generate([prompts()[4]], params, grammar=Rule(lambda output: None if len(output) <= stop else ()))
     assert list(output.outputs[0].token_ids) == tokens[: stop + 1]
     assert output.outputs[0].finish_reason == ("stop" if ends else "error")
 

@@ -208,21 +208,6 @@ def test_lost_steps_end_their_own_requests() -> None:
         finish(run)
 
 
-def test_masks_take_turns_with_the_host() -> None:
-    """As those of a grammar would: every token must be even."""
-    found = []
-    for overlap in (False, True):
-        with engine(overlap) as run:
-            vocab = run.vocab_size
-            mask = torch.full((-(-vocab // 32),), 0x55555555, dtype=torch.int32)
-            run._runner.masks = lambda request, drafts, mask=mask: mask.expand(len(drafts) + 1, -1)  # type: ignore
-            launches = spy_on_launches(run) if overlap else [0]
-            found.append(results(run.generate(PROMPTS[:4], SamplingParams(max_tokens=16, ignore_eos=True))))
-            assert max(launches) == 0
-    assert found[0] == found[1]
-    assert all(token % 2 == 0 for ids, *_ in found[1] for token in ids)
-
-
 def test_a_token_that_cannot_be_chosen_ends_its_own_request() -> None:
     """Logits of one request are no numbers from some place on; its neighbour's are."""
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -170,8 +170,9 @@ def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> N
     socket = context.socket(zmq.PAIR)
     socket.bind(f"ipc://{tmp_path}/s")
     code = (
-        "import subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-m', 'hookline.serving.engine_process', sys.argv[1]])\n"
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, '-m', 'hookline.serving.engine_process', sys.argv[1], str(os.getpid())]\n"
+        "p = subprocess.Popen(command)\n"
         "print(p.pid, flush=True)\n"
         "p.wait()\n"
     )
@@ -190,6 +191,13 @@ def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> N
         parent.kill()
         socket.close(0)
         context.term()
+
+
+def test_a_process_whose_parent_went_before_it_began_ends(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-m", "hookline.serving.engine_process", f"{tmp_path}/s", str(gone.pid)]
+    assert subprocess.run(command, timeout=30).returncode == 1
 
 
 def _is_there(pid: int) -> bool:

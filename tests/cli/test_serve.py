@@ -1,0 +1,291 @@
+"""`engine serve`: its options, its start, its end; a real server of a tiny model, and a real kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hookline.cli import serve as module
+from hookline.cli.main import engine as command
+from hookline.config import read_environment
+from hookline.errors import UsageError
+from hookline.serving import server
+from hookline.serving.limits import Limits
+from hookline.serving.messages import Facts, Stage
+from hookline.serving.server_config import ServerConfig
+from tests.cli.interruptible import running_engine
+
+CPU = ("--device", "cpu", "--kv-cache-memory", "4MiB", "--port", "0")
+KEY = "sk-a-key-for-tests"
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """The options of servers that were asked for; none of them runs."""
+    found: list[ServerConfig] = []
+
+    def serve(config: ServerConfig, listener: socket.socket, **options: Any) -> int:
+        found.append(config)
+        options["on_stage"](Stage("loading", 1, 2))
+        options["say"]("Serving on nothing")
+        return 0
+
+    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(module, "find_model", lambda config: Path())
+    monkeypatch.delenv("HOOKLINE_API_KEYS", raising=False)
+    return found
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, ["serve", *(str(argument) for argument in arguments)])
+
+
+def test_options_reach_the_server(taken: list[ServerConfig], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"# first\n{KEY}\n\n  another-key-456  \n")
+    names = ("--served-model-name", "a", "--served-model-name", "b", "--allowed-host", "chat.example")
+    parsers = ("--tool-parser", "hermes", "--reasoning-parser", "", "--strict-api")
+    limits = ("--max-waiting", "0", "--max-body", "1MiB", "--drain-seconds", "2.5", "--max-n", "3")
+    result = run(
+        *("my-model", *CPU, *names, *parsers, *limits, "--open-metrics", "--metrics-prefix", "vllm"),
+        *("--api-key", "given-key-123", "--api-key-file", keys, "--max-running", "5"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "Serving on nothing" in result.stderr and result.stdout == ""
+    [config] = taken
+    assert config.engine.model == "my-model" and config.engine.max_running == 5
+    assert config.api_keys == ("given-key-123", KEY, "another-key-456")
+    assert config.served_model_names == ("a", "b") and config.allowed_hosts == ("chat.example",)
+    assert (config.tool_parser, config.reasoning_parser, config.strict_api) == ("hermes", "", True)
+    assert (config.metrics_prefix, config.open_metrics, config.port) == ("vllm", True, 0)
+    assert config.limits == Limits(waiting=0, body_bytes=2**20, drain_seconds=2.5, n=3)
+
+
+def test_defaults_are_those_of_the_records(taken: list[ServerConfig]) -> None:
+    assert run("-m", "my-model", "--port", "0").exit_code == 0
+    [config] = taken
+    assert dataclasses.replace(config, port=8000) == ServerConfig(engine=config.engine)
+
+
+def test_keys_come_from_the_environment_too(taken: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOKLINE_API_KEYS", f" {KEY}, second-key-22,")
+    assert run("my-model", *CPU, "--api-key", KEY).exit_code == 0
+    assert taken[0].api_keys == (KEY, "second-key-22")
+    assert KEY not in repr(read_environment())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("a", "-m", "b"), "both MODEL and --model"),
+        (("a", "--api-key", "short"), "API key"),
+        (("a", "--api-key-file", "no/such/file"), "cannot be read"),
+        (("a", "--api-key-file", os.devnull), "has no key"),
+        (("a", "--max-body", "much"), "--max-body"),
+        (("a", "--max-n", "0"), "the limit n is 0"),
+        (("a", "--queue-seconds", "-1"), "queue_seconds"),
+        (("a", "--queue-seconds", "nan"), "queue_seconds"),
+        (("a", "--metrics-prefix", "a b"), "metrics_prefix"),
+        (("a", "--port", "65536"), "--port"),
+        (("a", "--relaxed-topk", "3"), "--relaxed-topk"),
+    ],
+)
+def test_mistakes_are_named(taken: list[ServerConfig], arguments: tuple[str, ...], text: str) -> None:
+    result = run("--port", "0", *arguments)
+    assert result.exit_code == 2 and text in result.stderr
+    assert taken == []
+
+
+def test_a_port_that_is_taken_is_said_at_once(taken: list[ServerConfig]) -> None:
+    with server.bind("127.0.0.1", 0) as first:
+        result = run("a", "--port", str(first.getsockname()[1]))
+    assert result.exit_code == 8
+    assert "cannot listen on 127.0.0.1:" in result.stderr and "--port" in result.stderr
+    assert run("a", "--host", "192.0.2.1", "--port", "0").exit_code == 8
+    assert run("a", "--host", "no.such.host.invalid", "--port", "0").exit_code == 8
+    assert taken == []
+
+
+def test_without_the_extra_the_command_says_how_to_get_it() -> None:
+    hidden = "import sys; sys.modules['uvicorn'] = None; from hookline.cli.main import main; main()"
+    command_line = [sys.executable, "-c", hidden, "serve", "a", "--port", "0"]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert "uvicorn" in done.stderr and 'pip install "hookline[serve]"' in done.stderr
+
+
+def test_the_http_process_does_without_torch() -> None:
+    heavy = ("torch", "triton", "transformers", "xgrammar")
+    code = f"import sys, hookline.serving.server; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_ready_text() -> None:
+    facts = Facts(
+        name="tiny", architecture="TinyForCausalLM", plugin="hookline-tiny 1.0", device="cpu", dtype="float32",
+        vocab_size=8, max_model_len=4096, block_size=16, num_blocks=1024, max_running=64, max_batch_tokens=2048,
+        prefix_caching=True, eos_token_ids=[], special_tokens={},
+    )  # fmt: skip
+    text = server.ready_text(facts, "http://127.0.0.1:8000", 1.25)
+    for part in ("tiny", "hookline-tiny 1.0", "cpu", "float32", "4,096", "1,024", "16,384", "http://127.0.0.1:8000"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", (KEY,), False)])
+def test_an_open_server_is_warned_of(
+    host: str, keys: tuple[str, ...], warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from hookline.config import EngineConfig
+
+    said: list[str] = []
+    config = ServerConfig(engine=EngineConfig(model=str(tmp_path / "none"), device="cpu"), host=host, api_keys=keys)
+
+    async def end(self: object, *arguments: object) -> int:
+        return 0
+
+    monkeypatch.setattr(server._Server, "run", end)
+    with server.bind("127.0.0.1", 0) as listener:
+        server.serve(config, listener, on_stage=lambda stage: None, say=said.append)
+    assert (server.EXPOSED in said) is warned
+
+
+class Served:
+    """A server in a process of its own, and what it says."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self.port = 0
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            self.lines.append(line.decode())
+            if found := re.search(r"Serving on http://127\.0\.0\.1:(\d+)", self.lines[-1]):
+                self.port = int(found[1])
+                self._ready.set()
+        self._ready.set()
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(PATIENCE) and self.port, "".join(self.lines)
+
+    def code(self) -> int:
+        code = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        return code
+
+    def ask(self, method: str, path: str, body: Any = None, key: str = KEY) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
+
+    def stream(self) -> http.client.HTTPResponse:
+        body = {"prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "stream": True}
+        return self.ask("POST", "/v1/completions", body)
+
+    @property
+    def engine_process(self) -> int:
+        """The number of the engine's process."""
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = status.read_text().rpartition(")")[2].split()
+                line = status.with_name("cmdline").read_bytes()
+            except OSError:
+                continue  # it has gone meanwhile
+            if int(fields[1]) == self.process.pid and b"hookline.serving.engine_process" in line:
+                return int(status.parent.name)
+        raise LookupError("the server has no engine")
+
+
+@contextmanager
+def served(model: Path, folder: Path, *options: str) -> Iterator[Served]:
+    """`engine serve`; its private folder goes below `folder`."""
+    os_environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    settings = {"TMPDIR": str(folder), "HOOKLINE_API_KEYS": KEY}
+    with running_engine("serve", str(model), *CPU, *options, env={**os_environment, **settings}) as process:
+        yield Served(process)
+
+
+def test_a_server_starts_serves_and_ends_with_a_signal(tiny_llama: Path, tmp_path: Path) -> None:
+    with served(tiny_llama, tmp_path, "--drain-seconds", "0") as running:
+        running.wait_ready()
+        assert running.ask("GET", "/health").status == 200
+        assert running.ask("GET", "/v1/models", key="wrong-key").status == 401
+        shown = json.load(running.ask("GET", "/startup"))
+        assert shown["status"] == "ready" and shown["stages"]["loading"] > 0
+        answer = json.load(running.ask("POST", "/v1/completions", {"prompt": "Hello", "max_tokens": 4}))
+        assert answer["usage"]["completion_tokens"] == 4
+        stream = running.stream()
+        first = stream.readline()
+        running.process.send_signal(signal.SIGTERM)
+        rest = stream.read()
+        assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")
+        assert running.code() == 0
+    assert list(tmp_path.iterdir()) == []
+    assert not any(KEY in line or "Traceback" in line for line in running.lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_engines_end_ends_the_server(number: signal.Signals, tiny_llama: Path, tmp_path: Path) -> None:
+    with served(tiny_llama, tmp_path, "--step-seconds", "2") as running:
+        running.wait_ready()
+        engine = running.engine_process
+        stream = running.stream()
+        stream.readline()
+        begin = time.monotonic()
+        os.kill(engine, number)
+        rest = stream.read()
+        assert time.monotonic() - begin < 10
+        assert b'"code":"engine_dead"' in rest and rest.endswith(b"data: [DONE]\n\n")
+        assert running.code() == 1
+    assert not Path(f"/proc/{engine}").exists()
+    assert list(tmp_path.iterdir()) == []
+    assert any(line.startswith("Error: the engine") for line in running.lines)
+
+
+def test_a_model_that_is_not_there_has_its_code(tmp_path: Path) -> None:
+    with served(tmp_path / "none", tmp_path) as running:
+        assert running.code() == 3
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    with served(tmp_path / "broken", tmp_path) as running:
+        assert running.code() == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+    assert any(line.startswith("Error: ") for line in running.lines)
+
+
+def test_a_signal_during_the_start_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
+    with served(tiny_llama, tmp_path) as running:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline and not list(tmp_path.glob("hookline-*")):
+            time.sleep(0.01)
+        running.process.send_signal(signal.SIGINT)
+        assert running.code() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_keys_is_never_taken_for_an_open_door(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        module._read_keys(str(file))
