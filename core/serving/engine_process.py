@@ -22,7 +22,6 @@ from hookline.errors import HooklineError, InvalidRequestError, NotEnoughMemoryE
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import OutputDelta
 from hookline.serving import messages
-from hookline.structured_output import CompiledGrammar
 
 if TYPE_CHECKING:
     from hookline.engine import Engine
@@ -33,8 +32,8 @@ _log = logging.getLogger(__name__)
 BEAT = 1.0
 # Messages that may wait for the other process before this one waits as well.
 _MOST_WAITING = 10_000
-# Seconds between looks at whether the parent is there.
-_LOOK_AGAIN = 0.5
+# Seconds between looks at whether the parent is there, and whether those that are held can go on.
+_LOOK_AGAIN, _LOOK_SOON = 0.5, 0.02
 
 
 class Channel:
@@ -87,6 +86,8 @@ class EngineLoop:
         self._steps = 0
         self._step_tokens: list[int] = []
         self._said = time.monotonic()
+        self._held: list[messages.Submit] = []
+        self._preparing: threading.Thread | None = None
         self.ended = False
 
     def run(self) -> None:
@@ -96,9 +97,13 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Takes commands, steps once where there is work, and reports."""
-        busy = self._engine.has_work
-        for command in self._channel.receive(0.0 if busy else BEAT):
+        wait = 0.0 if self._engine.has_work else _LOOK_SOON if self._held else BEAT
+        for command in self._channel.receive(wait):
             self._take(command)
+        if self._held and self._knows_grammars():
+            held, self._held = self._held, []
+            for submit in held:
+                self._submit(submit)
         started, deltas = list[str](), list[OutputDelta]()
         if self._engine.has_work:
             started, deltas = self._step()
@@ -124,14 +129,31 @@ class EngineLoop:
 
     def _take(self, command: messages.ToEngine) -> None:
         if isinstance(command, messages.Submit):
-            self._submit(command)
+            if command.grammar is None or self._knows_grammars():
+                self._submit(command)
+            else:
+                self._held.append(command)
         elif isinstance(command, messages.Abort):
+            self._held = [submit for submit in self._held if submit.number != command.number]
             request_id = self._ids.pop(command.number, None)
             if request_id is not None:
                 del self._numbers[request_id]
                 self._engine.abort(request_id)
         elif isinstance(command, messages.Shutdown):
             self.ended = True
+
+    def _knows_grammars(self) -> bool:
+        """Whether grammars can be read. The first need of it begins what takes seconds, beside the steps of others."""
+        if self._preparing is None:
+            self._preparing = threading.Thread(target=self._prepare_grammars, name="grammars", daemon=True)
+            self._preparing.start()
+        return not self._preparing.is_alive()
+
+    def _prepare_grammars(self) -> None:
+        try:
+            self._engine.grammar_vocabulary  # noqa: B018
+        except Exception:
+            _log.exception("grammars cannot be read")  # and the request that needs one is refused
 
     def _submit(self, command: messages.Submit) -> None:
         try:
@@ -140,9 +162,7 @@ class EngineLoop:
                 SamplingParams.from_dict(command.params),
                 stream=command.stream,
                 cache_salt=command.cache_salt,
-                grammar=None
-                if command.grammar is None
-                else CompiledGrammar.from_bytes(command.grammar, self._engine.grammar_vocabulary),
+                grammar=command.grammar,
                 grammar_after=command.grammar_after,
             )
         except InvalidRequestError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -15,6 +16,7 @@ import zmq
 
 from hookline.config import EngineConfig
 from hookline.engine import Engine
+from hookline.grammar import GrammarSpec
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import OutputDelta
 from hookline.serving import messages
@@ -145,6 +147,34 @@ def test_a_fault_while_taking_a_request_ends_it_alone(engine: Engine, monkeypatc
     said = serve(engine, submit(1, [13]), submit(2, [12]))
     assert [message.kind for message in said if isinstance(message, messages.Refused)] == ["fault"]
     assert deltas_of(said, 2)[-1].finish_reason == "length"
+
+
+def test_the_first_grammar_holds_up_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What grammars are read with is made in a thread: the others' steps go on, and one that is aborted never runs."""
+    grammar = engine.compile_grammar(GrammarSpec("choice", '["yes", "no"]')).to_bytes()
+    vocabulary, gate = engine.grammar_vocabulary, threading.Event()
+
+    def wait(self: Engine) -> Any:
+        gate.wait(30)
+        return vocabulary
+
+    monkeypatch.setattr(Engine, "grammar_vocabulary", property(wait))
+    wire = Wire()
+    loop = EngineLoop(engine, wire)  # type: ignore[arg-type]
+    limited = [messages.Submit(number, [1, 2], {"max_tokens": 9}, grammar=grammar) for number in (1, 2)]
+    wire.commands.extend([*limited, submit(3, [5, 6])])
+    loop.turn()
+    while engine.has_work:
+        loop.turn()
+    assert deltas_of(wire.said, 3)[-1].finish_reason == "length" and not deltas_of(wire.said, 1)
+    wire.commands.append(messages.Abort(2))
+    loop.turn()
+    gate.set()
+    deadline = time.monotonic() + 30
+    while not any(delta.timing for delta in deltas_of(wire.said, 1)) and time.monotonic() < deadline:
+        loop.turn()
+    assert "".join(delta.text for delta in deltas_of(wire.said, 1)) in ("yes", "no")
+    assert not deltas_of(wire.said, 2)
 
 
 def test_reports_tell_who_has_begun_and_what_a_step_took(engine: Engine) -> None:
