@@ -45,7 +45,7 @@ def main() -> None:
     rates = [s["tokens_per_second"] / e["tokens_per_second"] for s, e in zip(served, engine, strict=True)]
     beyond = [s["ttft_ms"] - e["ttft_ms"] for s, e in zip(served, engine, strict=True)]
     report = {
-        "machine": describe_machine(torch.device("cpu")),
+        "machine": describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "model": arguments.model,
         "streams": arguments.streams,
         "requests": arguments.requests,
@@ -71,6 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--singles", type=int, default=20, help="requests, one after the other, for the first token")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--load-format", default="auto", help="`random` for a folder with a config alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine-alone", type=int, metavar="TURN", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -78,8 +79,8 @@ def _arguments() -> argparse.Namespace:
 
 def _ask_engine(arguments: argparse.Namespace, turn: int) -> dict[str, float]:
     """The engine's own figures, from a process that ends before the server starts."""
-    names = ("streams", "requests", "prompt", "output", "singles")
-    options = [part for name in names for part in (f"--{name}", str(getattr(arguments, name)))]
+    names = ("streams", "requests", "prompt", "output", "singles", "load_format")
+    options = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
     command = [sys.executable, __file__, arguments.model, *options, "--engine-alone", str(turn)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     found: dict[str, float] = json.loads(done.stdout)
@@ -90,11 +91,12 @@ def measure_engine(arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens a second of `generate`, and the median time to the first token of one request alone, in ms."""
     from hookline import Engine, EngineConfig
 
-    engine = Engine(EngineConfig(model=arguments.model, max_running=arguments.streams))
+    options = {"max_running": arguments.streams, "load_format": arguments.load_format}
+    engine = Engine(EngineConfig(model=arguments.model, **options))
     choice, turn = Choice(), arguments.engine_alone
     work = [Lengths(arguments.prompt, arguments.output)] * arguments.requests
     prompts = make_prompts(work, engine.vocab_size, 2 * turn)
-    engine.generate(prompts[:8], choice.params(4))
+    engine.generate(prompts[: arguments.streams], choice.params(4))
     start = time.perf_counter()
     engine.generate(prompts, choice.params(arguments.output))
     seconds = time.perf_counter() - start
@@ -115,8 +117,10 @@ def _ask_server(
     arguments: argparse.Namespace, work: Sequence[Lengths], single: Sequence[Lengths], turn: int
 ) -> dict[str, float]:
     """The same over HTTP."""
-    with _server(arguments.model, arguments.streams) as (target, vocab_size):
-        send_load(target, work[:8], Choice(), vocab_size=vocab_size, concurrency=8, seed=99)
+    with _server(arguments) as (target, vocab_size):
+        send_load(
+            target, work[: arguments.streams], Choice(), vocab_size=vocab_size, concurrency=arguments.streams, seed=99
+        )
         start = time.perf_counter()
         outcome = send_load(target, work, Choice(), vocab_size=vocab_size, concurrency=arguments.streams, seed=2 * turn)
         seconds = time.perf_counter() - start
@@ -132,21 +136,24 @@ def _ask_server(
 
 
 @contextmanager
-def _server(model: str, max_running: int) -> Iterator[tuple[Target, int]]:
+def _server(arguments: argparse.Namespace) -> Iterator[tuple[Target, int]]:
     """`engine serve` on a free port, until it is left; gives the target and the vocabulary's width."""
-    command = [str(Path(sys.executable).with_name("engine")), "serve", model]
-    command += ["--port", "0", "--max-running", str(max_running)]
+    model = arguments.model
+    command = [str(Path(sys.executable).with_name("engine")), "serve", model, "--port", "0"]
+    command += ["--max-running", str(arguments.streams), "--load-format", arguments.load_format]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
     try:
         name, vocab_size = Path(model).name, _vocab_size(model)
         if process.stderr is None:
             raise SystemExit("the server's stderr is not there")
+        said = list[str]()
         for line in process.stderr:
+            said.append(line)
             found = _READY.search(line)
             if found is not None:
                 break
         else:
-            raise SystemExit(f"the server did not start: exit code {process.wait()}")
+            raise SystemExit(f"{''.join(said)}the server did not start: exit code {process.wait()}")
         yield Target(found[1], int(found[2]), "", name), vocab_size
     finally:
         process.terminate()

@@ -270,12 +270,14 @@ class GrammarMatcher:
         words: Words = mask.numpy()
         taken, blanks = 0, self._blanks
         try:
-            for place, draft in enumerate((*drafts, None)):
-                self._fill_one(words, place)
-                if draft is not None and not self._take(draft):
-                    words[place + 1 :] = 0
+            self._fill_one(words, 0)
+            for place, draft in enumerate(drafts, 1):
+                is_taken = self._take(draft)
+                taken += is_taken
+                if not is_taken or self.is_finished:  # behind what is complete nothing comes: the output ends there
+                    words[place:] = 0
                     break
-                taken += draft is not None
+                self._fill_one(words, place)
         finally:
             self._blanks = blanks
             if taken:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hookline.config import read_environment
 from hookline.model_store import DEFAULT_MODEL, resolve_model
+from tests.suites.reporting import pytest_terminal_summary as pytest_terminal_summary
 
 # Small models run faster on one thread, and tests may run beside each other.
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hookline.config import EngineConfig, SpeculativeConfig, resolve
+from hookline.config import EngineConfig, SpeculativeConfig, engine_environment, resolve
 from hookline.errors import UsageError
 
 
@@ -64,3 +64,8 @@ def test_what_is_on_or_off_is_no_text_or_number(name: str, value: object) -> Non
         EngineConfig("model", **{name: value})  # type: ignore[arg-type]
     assert caught.value.hint
     assert EngineConfig("model", **{name: False}) != EngineConfig("model", **{name: True})  # type: ignore[arg-type]
+
+
+def test_threads_of_an_engine_process_sleep_while_they_wait() -> None:
+    assert engine_environment({"A": "1"}) == {"A": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert engine_environment({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}

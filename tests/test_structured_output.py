@@ -137,8 +137,9 @@ def test_drafts_are_taken_and_given_back(vocabulary: GrammarVocabulary, tokenize
         step = grammar.matcher()
         for token_id in tokens[:place]:
             step.accept(token_id)
-        for token_id, row in zip([*tokens[place : place + 3], None], rows, strict=False):
-            assert row == allowed(step)[0]
+        for ahead, (token_id, row) in enumerate(zip([*tokens[place : place + 3], None], rows, strict=False)):
+            ends = ahead > 0 and step.is_finished  # a run without drafts would have ended there
+            assert row == (set() if ends else allowed(step)[0])
             if token_id is not None:
                 step.accept(token_id)
         if place < len(tokens):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hookline.execution.token_masks import TokenMatcher
+from hookline.execution.token_masks import GuardedMatcher, TokenMatcher
 from hookline.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 _MASK64 = 2**64 - 1
@@ -117,7 +117,7 @@ class SamplingState:
         self._tail_len = max((len(before) for before, _ in self.phrases), default=0)
         self._prompt_tail = tuple(prompt_token_ids[-self._tail_len :]) if self._tail_len else ()
         self._prompt_ids = {i for i in prompt_token_ids if i < vocab_size} if params.repetition_penalty != 1.0 else ()
-        self.matcher = matcher
+        self.matcher: TokenMatcher | None = None if matcher is None else GuardedMatcher(matcher)
         self._restart()
         self.edits_logits = bool(
             self.allowed_ids is not None or self.bias_ids.size or self.bad_ids.size or self.phrases

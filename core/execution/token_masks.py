@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from hookline.batch_processor import upload
 from hookline_kernels.token_mask import mask_tokens
 
 _log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 class TokenMatcher(Protocol):
@@ -31,7 +33,7 @@ class TokenMatcher(Protocol):
 
         Args:
             mask: [len(drafts) + 1, ceil(V / 32)] int32, contiguous, on the host: bit i % 32 of word i / 32 stands for
-                token i. Rows behind a draft that is not allowed allow nothing.
+                token i. Rows behind a draft that is not allowed, or that leaves nothing but an end, allow nothing.
             drafts: tokens that may follow.
         """
 
@@ -44,6 +46,43 @@ class TokenMatcher(Protocol):
     @property
     def is_finished(self) -> bool:
         """Whether nothing but an end token can follow, or one has come."""
+
+
+class GuardedMatcher:
+    """A matcher whose failure ends its request and no other: from then on it allows nothing.
+
+    Args:
+        matcher: what may fail.
+    """
+
+    def __init__(self, matcher: TokenMatcher) -> None:
+        self._matcher = matcher
+        self._failed = False
+
+    def fill(self, mask: torch.Tensor, drafts: Sequence[int]) -> None:
+        self._try(lambda: self._matcher.fill(mask, drafts))
+        if self._failed:
+            mask.zero_()
+
+    def accept(self, token_id: int) -> None:
+        self._try(lambda: self._matcher.accept(token_id))
+
+    def restart(self) -> None:
+        self._try(self._matcher.restart)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._try(lambda: self._matcher.is_finished) or False
+
+    def _try(self, call: Callable[[], Answer]) -> Answer | None:
+        if self._failed:
+            return None
+        try:
+            return call()
+        except Exception:
+            _log.exception("what limits an output has failed; its request ends")
+            self._failed = True
+            return None
 
 
 class DelayedMatcher:
@@ -124,19 +163,10 @@ def make_masks(
     for first, matcher, drafts in parts:
         end = place + len(drafts) + 1
         rows[place:end] = torch.arange(first, first + end - place, dtype=torch.int32)
-        _fill(matcher, bits[place:end], drafts)
+        matcher.fill(bits[place:end], drafts)
         place = end
     packed = upload(packed, device)
     return TokenMasks(packed[:count], packed[count:].view(count, words))
-
-
-def _fill(matcher: TokenMatcher, mask: torch.Tensor, drafts: Sequence[int]) -> None:
-    """A matcher that fails allows nothing, which ends its request and no other."""
-    try:
-        matcher.fill(mask, drafts)
-    except Exception:
-        _log.exception("a mask could not be filled; its request ends")
-        mask.zero_()
 
 
 def mask_kind(vocab_size: int, device: torch.device) -> Callable[[], object]:

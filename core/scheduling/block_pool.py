@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from hookline.scheduling.request import Request
+from hookline.scheduling.request import FinishReason, Request
 
 
 class BlockLedgerError(RuntimeError):
@@ -153,6 +153,14 @@ class BlockPool:
             self._by_key[key] = block_id
             self._keys[block_id] = key
 
+    def forget(self, ids: Sequence[int]) -> None:
+        """Makes those of these blocks private again that one request alone holds: nobody is to trust their content."""
+        for block_id in ids:
+            key = self._keys[block_id]
+            if key is not None and self._references[block_id] == 1:
+                del self._by_key[key]
+                self._keys[block_id] = None
+
     def check(self) -> None:
         """Recount everything.
 
@@ -269,7 +277,9 @@ class RequestBlocks:
         self._registered = full
 
     def release(self) -> None:
-        """Let all blocks go; a second call does nothing."""
+        """Let all blocks go; a second call does nothing. What one that failed has left in them is not used again."""
+        if self.request.finish_reason is FinishReason.ERROR:
+            self._pool.forget(self.request.block_table)
         if self.request.block_table:
             self._pool.release(self.request.block_table)
             self.request.block_table.clear()

@@ -36,20 +36,20 @@ class Accounting:
             await self._app(scope, receive, send)
             return
         status, complete = 0, False
-        label = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
+        label = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")  # b"" is none
 
         async def counted(message: Message) -> None:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if label is not None and self._is_sane(label):
+                if label and self._is_sane(label):
                     message["headers"] = [*message.get("headers", ()), (b"x-request-id", label)]
             else:
                 complete = not message.get("more_body", False)
             await send(message)
 
         try:
-            if label is not None and not self._is_sane(label):
+            if label and not self._is_sane(label):
                 raise ApiError(
                     400, f"X-Request-Id must be 1 to {self._most_chars} printable ASCII characters.",
                     param=LABEL_HEADER, code="invalid_value",
@@ -65,7 +65,7 @@ class Accounting:
             self._metrics.http(getattr(route, "path", None), scope["method"], status)
 
     def _is_sane(self, label: bytes) -> bool:
-        return 0 < len(label) <= self._most_chars and all(0x20 <= byte < 0x7F for byte in label)
+        return len(label) <= self._most_chars and all(0x20 <= byte < 0x7F for byte in label)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

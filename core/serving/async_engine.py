@@ -25,7 +25,7 @@ import msgspec
 import tokenizers
 import zmq
 
-from hookline.config import EngineConfig
+from hookline.config import EngineConfig, engine_environment
 from hookline.errors import HooklineError, InvalidRequestError, NotEnoughMemoryError, ServerError
 from hookline.prompt_encoder import Prompt, PromptEncoder
 from hookline.sampling_params import SamplingParams, check_params
@@ -37,6 +37,7 @@ from hookline.tokenizer import Tokenizer
 
 ENGINE_COMMAND = (sys.executable, "-m", "hookline.serving.engine_process")
 
+_STDERR = 2
 # Seconds that the process gets to end by itself.
 _PATIENCE = 5.0
 
@@ -190,23 +191,15 @@ class AsyncEngine:
         """
         self._loop = loop = asyncio.get_running_loop()
         self._ready, self._dead = loop.create_future(), loop.create_future()
-        self._folder = Path(tempfile.mkdtemp(prefix="hookline-"))  # none but this user may enter it
-        path = self._folder / "engine"
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.bind(f"ipc://{path}")
-        self._descriptor = int(self._socket.get(zmq.FD))
-        loop.add_reader(self._descriptor, self._receive)
         try:
+            path = self._listen(loop)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 str(path),
                 str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=_STDERR,  # our own may be a program's output
+                env=engine_environment(),
             )
             self._watcher = asyncio.create_task(self._watch(self._process))
             self._take_facts(await self._ready)
@@ -214,6 +207,30 @@ class AsyncEngine:
             await self.close()
             raise
         return self.facts
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> Path:
+        """Makes the socket, in a folder that none but this user may enter.
+
+        Raises:
+            ServerError: if there is no place for it.
+        """
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="hookline-"))
+            path = self._folder / "engine"
+            if (size := len(os.fsencode(path))) > zmq.IPC_PATH_MAX_LEN:
+                raise OSError(f"{path} has {size} bytes, and a socket's path at most {zmq.IPC_PATH_MAX_LEN}")
+            self._context = zmq.Context(io_threads=1)
+            self._socket = self._context.socket(zmq.PAIR)
+            self._socket.set(zmq.LINGER, 0)
+            self._socket.set(zmq.SNDHWM, 0)
+            self._socket.set(zmq.RCVHWM, 0)
+            self._socket.bind(f"ipc://{path}")
+        except (OSError, zmq.ZMQError) as error:
+            hint = "Set TMPDIR to a folder that can be written to, with a short path."
+            raise ServerError(f"the engine's socket cannot be made: {error.strerror or error}", hint=hint) from error
+        self._descriptor = int(self._socket.get(zmq.FD))
+        loop.add_reader(self._descriptor, self._receive)
+        return path
 
     async def close(self) -> None:
         """Ends the process and every answer; does nothing the second time."""
@@ -230,7 +247,8 @@ class AsyncEngine:
         if self._watcher is not None:
             await self._watcher
         if self._loop is not None and self._socket is not None and self._context is not None:
-            self._loop.remove_reader(self._descriptor)
+            if self._descriptor >= 0:
+                self._loop.remove_reader(self._descriptor)
             self._socket.close()
             self._context.term()
         if self._folder is not None:

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -265,16 +267,20 @@ class _Notice:
             self._channel.send(messages.Stage(self._stage, done, total))
 
 
-def watch_parent(parent: int) -> None:
+def watch_parent(parent: int, path: str) -> None:
     """Ends this process at once when its parent has gone, whatever it is doing: nobody would hear it.
 
     Args:
         parent: the process that started this one; it may have gone already.
+        path: of its socket, which is removed then, and its folder: who was killed could not do it.
     """
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_AGAIN)
+        with suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+            Path(path).parent.rmdir()  # which fails, as it should, where there is anything else in it
         os._exit(1)
 
     threading.Thread(target=look, name="parent", daemon=True).start()
@@ -284,7 +290,7 @@ def main(path: str, parent: int) -> int:
     """Serves until the parent asks for the end or goes; answers with the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are the parent's to hear, which then lets requests end
         signal.signal(number, signal.SIG_IGN)
-    watch_parent(parent)
+    watch_parent(parent, path)
     channel = Channel(path)
     try:
         engine = start(channel)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from typing import Any
 
 import httptools
@@ -114,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise _Refused(400, "Too many requests were sent before their answers.")
         super().on_message_begin()
-        extensions = {DROP_CONNECTION: self.transport.abort}
+        extensions = {DROP_CONNECTION: self._drop}
         self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
         self._in_head = True
         self._head_bytes = self._fed_bytes = 0
@@ -206,7 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # the last answer is not taken
+            self._drop()  # the last answer is not taken
         else:
             super().timeout_keep_alive_handler()
 
@@ -270,6 +272,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"The request's head did not come within {self.limits.header_seconds:g} s."))
         else:
             self._last_of_all()
+
+    def _drop(self) -> None:
+        """Ends the connection by a RST: the kernel would hold for minutes what the client does not take."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.fileno() >= 0:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _close_in(self, seconds: float) -> None:
         self._closer = self.loop.call_later(seconds, self.transport.abort)

@@ -164,6 +164,23 @@ def test_a_grammar_gives_what_it_gives_in_plain_steps(kind: str, options: dict[s
         assert any(step.num_accepted for step in steps)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_on_a_gpu_a_grammar_gives_what_it_gives_on_a_cpu(kind: str, cuda_graphs: bool, wanted: list[Any]) -> None:
+    with engine(kind, device="cuda", cuda_graphs=cuda_graphs) as run:
+        alone = told(run.generate(PROMPTS, make_params(), grammar=OBJECT))
+        free = [SamplingParams(max_tokens=30, ignore_eos=True)] * 4
+        ids = [run.add_request(prompt, one) for prompt, one in zip(PROMPTS, free, strict=True)]
+        beside = told(run.generate(PROMPTS, make_params(), grammar=OBJECT))
+        done = {output.request_id: output for output in run.step()} if run.has_work else {}
+        while run.has_work:
+            done |= {output.request_id: output for output in run.step()}
+        finish(run)
+        assert told(run.generate(PROMPTS, free)) == told([done[request_id] for request_id in ids])
+    assert alone == beside == wanted
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_what_is_allowed_is_chosen(kind: str, running: Callable[[str], Engine]) -> None:
     """Even tokens after an even number of tokens, others after an odd one: each row has a mask of its own."""

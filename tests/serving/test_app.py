@@ -106,7 +106,13 @@ def test_the_clients_id_is_given_back_and_is_not_ours(tokenizer: Tokenizer) -> N
     assert get(rig, "/nowhere", headers=[("x-request-id", "b")]).headers["x-request-id"] == "b"
 
 
-@pytest.mark.parametrize("label", ["", "x" * 257, "caf\xe9", "a\tb"])
+def test_an_empty_id_is_none(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer, hello)
+    reply = post(rig, "/v1/chat/completions", CHAT, headers=[("x-request-id", "")])
+    assert reply.status == 200 and "x-request-id" not in reply.headers
+
+
+@pytest.mark.parametrize("label", ["x" * 257, "caf\xe9", "a\tb"])
 def test_a_clients_id_that_is_no_label_is_refused(tokenizer: Tokenizer, label: str) -> None:
     rig = Rig(tokenizer, hello)
     reply = post(rig, "/v1/chat/completions", CHAT, headers=[("x-request-id", label)])

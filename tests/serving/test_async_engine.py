@@ -150,6 +150,20 @@ def test_nothing_is_left_behind(tiny_llama: Path, tmp_path: Path, monkeypatch: p
         os.kill(pids[0], 0)
 
 
+def test_a_socket_without_a_place_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+
+    async def body(engine: AsyncEngine) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(ServerError, match="a socket's path at most") as caught:
+        run(config_of(tmp_path), body)
+    assert "TMPDIR" in caught.value.hint
+    assert not list(long.iterdir())
+
+
 def test_deltas_that_come_before_they_are_read_are_joined() -> None:
     async def body() -> None:
         answer = Answer(1, None)  # type: ignore[arg-type]

@@ -195,10 +195,12 @@ def test_messages_survive_the_wire(engine: Engine) -> None:
 
 
 def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> None:
-    """A parent that is killed leaves no engine behind, not even one that waits to be told what to load."""
+    """A parent that is killed leaves neither engine nor socket behind, not even while it waits to hear what to load."""
+    folder = tmp_path / "hookline-"
+    folder.mkdir()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PAIR)
-    socket.bind(f"ipc://{tmp_path}/s")
+    socket.bind(f"ipc://{folder}/s")
     code = (
         "import os, subprocess, sys\n"
         "command = [sys.executable, '-m', 'hookline.serving.engine_process', sys.argv[1], str(os.getpid())]\n"
@@ -206,7 +208,7 @@ def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> N
         "print(p.pid, flush=True)\n"
         "p.wait()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, f"{tmp_path}/s"], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code, f"{folder}/s"], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -217,6 +219,7 @@ def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> N
         while _is_there(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _is_there(pid)
+        assert not folder.exists()
     finally:
         parent.kill()
         socket.close(0)

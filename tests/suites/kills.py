@@ -1,0 +1,167 @@
+"""K1: each process killed at each moment. The truth is told fast, nothing is left, and the next server serves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.suites.raw_client import Connection, Told, ask
+from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
+from tests.suites.served import (
+    ENDED_SECONDS,
+    PROBE,
+    START_SECONDS,
+    UNREADY_SECONDS,
+    Served,
+    launched,
+    load,
+    serving,
+    until,
+    until_true,
+)
+
+_TARGETS = ("engine", "front")
+_MOMENTS = ("start", "idle", "prefill", "decode", "drain")
+# At T1 not all: the front's death is the same for the engine whatever it does.
+_CUT = (("front", "idle"), ("front", "prefill"), ("front", "drain"))
+_ROUNDS = {Tier.T1: 1, Tier.T2: 4}
+_SERVED = {Tier.T1: 20, Tier.T2: 500}
+_STREAMS = 16
+_EXIT_CODES = {"engine": {1}, "front": {-signal.SIGKILL}}
+
+
+def run(tier: Tier, seed: int) -> SuiteReport:
+    cases = [(target, moment) for moment in _MOMENTS for target in _TARGETS]
+    cases = [case for case in cases if tier is Tier.T2 or case not in _CUT]
+    forced = [f"{target} killed in {moment}" for target, moment in cases] + [
+        "streams that were told",
+        "streams cut off",
+    ]
+    planned = sum(2 if moment == "start" else 1 for _, moment in cases) * _ROUNDS[tier]
+    tally = Tally("K1", tier, seed, planned, [*forced, "served afterwards"])
+    asyncio.run(_run(tally, cases, tier))
+    return tally.report()
+
+
+async def _run(tally: Tally, cases: Sequence[tuple[str, str]], tier: Tier) -> None:
+    with tiny_model() as model:
+        for _ in range(_ROUNDS[tier]):
+            await asyncio.gather(
+                *(_at_start(tally, model, target) for target, moment in cases if moment == "start"),
+                _one_after_the_other(tally, model, [case for case in cases if case[1] != "start"], _SERVED[tier]),
+            )
+
+
+async def _one_after_the_other(tally: Tally, model: Path, cases: Sequence[tuple[str, str]], count: int) -> None:
+    """Each server takes the port of the one before it, and first shows that it serves."""
+    port, due = 0, ""
+    for target, moment in cases:
+        with tally.case(f"{target}, {moment}"):
+            async with serving(model, port=port) as served:
+                port = served.port
+                due = due or (await ask(port, "/v1/completions", PROBE)).text
+                await _serves(tally, port, due, count)
+                await _kill(tally, served, target, moment)
+    async with serving(model, port=port) as served:
+        await _serves(tally, port, due, count)
+        served.signal(signal.SIGTERM)
+        tally.expect(await served.exit_code(ENDED_SECONDS) == 0, "the last server did not end with 0")
+        for fault in await served.left_faults():
+            tally.fail(f"a server that ended well: {fault}")
+
+
+async def _serves(tally: Tally, port: int, due: str, count: int) -> None:
+    """A server on the port of one that was killed answers, sixteen at a time."""
+    for first in range(0, count, _STREAMS):
+        replies = await asyncio.gather(
+            *(ask(port, "/v1/completions", PROBE) for _ in range(min(_STREAMS, count - first)))
+        )
+        right = [reply.status == 200 and reply.text == due for reply in replies]
+        tally.event("served afterwards", sum(right))
+        tally.expect(all(right), f"{right.count(False)} of {len(right)} requests went wrong on a new server")
+
+
+async def _at_start(tally: Tally, model: Path, target: str) -> None:
+    """Killed as soon as the engine's process is there, and while it loads."""
+    for wait in (0.0, 1.0):
+        with tally.case(f"{target}, start, {wait:g} s"):
+            async with launched(model) as served:
+                await until(lambda served=served: served.engine() is not None, START_SECONDS)
+                await asyncio.sleep(wait)
+                victim = served.engine()
+                if victim is None or served.find_port():
+                    tally.fail(f"{target}, start: there was nothing to kill: {served.said}")
+                    continue
+                _strike(served, target, victim)
+                tally.event(f"{target} killed in start")
+                await _ends(tally, served, f"{target}, start, {wait:g} s", target)
+                if target == "engine":
+                    clear = "Error: the engine process ended" in served.said and "Traceback" not in served.said
+                    tally.expect(clear, f"what is told of a killed engine: {served.said}")
+
+
+def _strike(served: Served, target: str, engine: psutil.Process) -> None:
+    engine.kill() if target == "engine" else served.signal(signal.SIGKILL)
+
+
+async def _kill(tally: Tally, served: Served, target: str, moment: str) -> None:
+    """Kills it in the moment, and follows what clients see."""
+    port, label = served.port, f"{target}, {moment}"
+    engine = served.engine()
+    if engine is None:
+        raise RuntimeError("a ready server has no engine process")
+    told = [Told() for _ in range(0 if moment == "idle" else _STREAMS)]
+    followers = [asyncio.create_task(_follow(port, one, number, moment)) for number, one in enumerate(told)]
+
+    async def is_moment() -> bool:
+        if moment == "prefill":
+            return (await load(port))["running"] > 0
+        return sum(one.events > 3 for one in told) >= _STREAMS // 4
+
+    if moment != "idle":
+        tally.expect(await until_true(is_moment, 20.0), f"{label}: the moment never came: {told}")
+    if moment == "drain":
+        served.signal(signal.SIGTERM)
+        await until(lambda: "Ending." in served.said, 5.0)
+    cut = sum(not one.ended for one in told)
+    _strike(served, target, engine)
+    killed = time.monotonic()
+    if cut or moment == "idle":
+        tally.event(f"{target} killed in {moment}")
+    tally.expect(await until_true(lambda: _unready(port), UNREADY_SECONDS), f"{label}: Q7: still ready after 5 s")
+    _, late = await asyncio.wait(followers, timeout=ENDED_SECONDS) if followers else ((), ())
+    tally.expect(not late, f"{label}: Q7: {len(late)} streams have not ended after {time.monotonic() - killed:.0f} s")
+    for one in told:
+        knows = one.ended or (target == "front" and one.broken != "")
+        tally.expect(knows, f"{label}: Q6: a stream ended with {one}")
+        tally.event("streams that were told", one.error is not None)
+        tally.event("streams cut off", one.broken != "")
+    await _ends(tally, served, label, target)
+
+
+async def _follow(port: int, told: Told, number: int, moment: str) -> None:
+    prompt = [number, *range(230)] if moment == "prefill" else [number]
+    async with Connection(port) as connection:
+        body = {"prompt": prompt, "max_tokens": 20 if moment == "prefill" else 240, "ignore_eos": True, "stream": True}
+        connection.send("POST", "/v1/completions", body)
+        await connection.follow(told)
+
+
+async def _unready(port: int) -> bool:
+    try:
+        return (await ask(port, "/readyz")).status == 503
+    except (OSError, EOFError):
+        return True
+
+
+async def _ends(tally: Tally, served: Served, label: str, target: str) -> None:
+    code = await served.exit_code(ENDED_SECONDS)
+    tally.expect(code in _EXIT_CODES[target], f"{label}: the exit code is {code}: {served.said[-300:]}")
+    for fault in await served.left_faults():
+        tally.fail(f"{label}: {fault}")

@@ -1,0 +1,39 @@
+"""Which suites there are. A new one is a module here, with `run(tier, seed)`, and a line in `SUITES`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tests.suites.report import SuiteReport, Tier
+
+# By id, the module under tests/suites; imported when it runs.
+SUITES: Mapping[str, str] = MappingProxyType(
+    {
+        "F3": "engine_door_fuzz",
+        "K4": "error_injection",
+        "E1": "not_finite",
+        "E2": "slot_reuse",
+        "X1": "texts",
+        "X2": "stop_strings",
+        "S2": "clock",
+        "F1": "value_fuzz",
+        "C1": "aborted_streams",
+        "C2": "client_ids",
+        "C3": "slow_readers",
+        "K1": "kills",
+        "K2": "hangs",
+        "K3": "shutdowns",
+        "K5": "start_faults",
+        "S1": "soak",
+    }
+)
+DEFAULT_SEED = 20_240
+
+
+def run_suite(name: str, tier: Tier, seed: int = DEFAULT_SEED) -> SuiteReport:
+    """Runs one suite."""
+    module = importlib.import_module(f"tests.suites.{SUITES[name]}")
+    report: SuiteReport = module.run(tier, seed)
+    return report

@@ -1,0 +1,288 @@
+"""A server for suites: `engine serve` of a tiny model as real processes, with a folder for all that it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.suites.invariants import Resources, leak_faults, metrics_faults, status_faults
+from tests.suites.raw_client import Reply, Told, ask, stream
+from tests.suites.report import Tally
+from tests.suites.rig import BLOCK, BLOCKS, MAX_MODEL_LEN, TOKEN_BYTES
+
+START_SECONDS = 120.0
+# By rule 4.2 of the plan (Q7): after the loss of a process.
+UNREADY_SECONDS, ENDED_SECONDS = 5.0, 10.0
+_LOOK_AGAIN = 0.02
+# Threads that asyncio makes for large bodies when they come, and keeps.
+_POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
+_READY = re.compile(r"^Serving on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
+_COMMAND = (sys.executable, "-c", "from hookline.cli.main import main; main()", "serve")
+SMALL = (
+    *("--device", "cpu", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
+    *("--block-size", str(BLOCK), "--kv-cache-memory", str(BLOCKS * BLOCK * TOKEN_BYTES)),
+    *("--max-batch-tokens", "64", "--max-running", "16", "--served-model-name", "tiny"),
+)
+PROBE: dict[str, Any] = {"prompt": "A probe, and", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+
+@dataclass(slots=True)
+class Served:
+    """A server that runs, or has run.
+
+    Attributes:
+        process: the HTTP process; the engine process is its child.
+        folder: its temporary files; also the mark by which its processes are found.
+        log: its stderr.
+        port: 0 until it says that it serves.
+    """
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    log: Path
+    port: int = 0
+
+    @property
+    def said(self) -> str:
+        """What is on its stderr."""
+        return self.log.read_text(errors="replace")
+
+    def find_port(self) -> int:
+        """The port, if it has said that it serves."""
+        found = _READY.search(self.said)
+        self.port = int(found[1]) if found else self.port
+        return self.port if found else 0
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that it consists of, also when nobody is their parent any more."""
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get("TMPDIR") == str(self.folder):
+                    found.append(process)
+        return found
+
+    def engine(self) -> psutil.Process | None:
+        """The engine process, if there is one."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                if "hookline.serving.engine_process" in process.cmdline():
+                    return process
+        return None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the HTTP process."""
+        self.process.send_signal(number)
+
+    async def exit_code(self, seconds: float) -> int | None:
+        """Waits for the end; None if it does not come in time."""
+        await until(lambda: self.process.poll() is not None, seconds)
+        return self.process.poll()
+
+    async def left_faults(self, seconds: float = UNREADY_SECONDS) -> list[str]:
+        """Processes and files that are still there so long after its end."""
+        await until(lambda: not self.processes() and not any(self.folder.iterdir()), seconds)
+        orphans = [" ".join(process.cmdline()[-3:]) for process in self.processes()]
+        files = sorted(path.name for path in self.folder.iterdir())
+        faults = [f"these processes are left: {orphans}"] if orphans else []
+        return [*faults, f"these files are left: {files}"] if files else faults
+
+    def end(self) -> None:
+        """Ends all of it, whatever it does."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+
+
+async def until(holds: Callable[[], bool], seconds: float) -> bool:
+    """Waits until something holds, which tells nobody; false if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_LOOK_AGAIN)
+    return True
+
+
+async def until_true(holds: Callable[[], Awaitable[bool]], seconds: float) -> bool:
+    """`until`, for what has to be asked."""
+    deadline = time.monotonic() + seconds
+    while not await holds():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_LOOK_AGAIN)
+    return True
+
+
+@asynccontextmanager
+async def launched(
+    model: str | Path,
+    *options: str,
+    port: int = 0,
+    temporary: str = "tmp",
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Served]:
+    """A server that has been started and may not be ready. Nothing of it is left afterwards.
+
+    Args:
+        temporary: name of the folder for its temporary files.
+        environment: what it finds there beside our own.
+    """
+    with tempfile.TemporaryDirectory(prefix="suite-") as parent:
+        folder = Path(parent) / temporary
+        folder.mkdir()
+        own = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOOKLINE_OFFLINE": "1"}
+        with (Path(parent) / "stderr").open("wb") as log:
+            process = subprocess.Popen(
+                [*_COMMAND, str(model), "--port", str(port), *SMALL, *options],
+                env=os.environ | own | dict(environment or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        served = Served(process, folder, Path(log.name), port)
+        try:
+            yield served
+        finally:
+            served.end()
+
+
+@asynccontextmanager
+async def serving(model: str | Path, *options: str, port: int = 0) -> AsyncIterator[Served]:
+    """A server that is ready.
+
+    Raises:
+        RuntimeError: if it does not become so.
+    """
+    async with launched(model, *options, port=port) as served:
+        await until(lambda: bool(served.find_port()) or served.process.poll() is not None, START_SECONDS)
+        if not served.find_port():
+            raise RuntimeError(f"the server does not start: {served.said}")
+        yield served
+
+
+async def load(port: int) -> dict[str, int]:
+    """What the engine has to do."""
+    found: dict[str, int] = (await ask(port, "/load")).json
+    return found
+
+
+async def metrics(port: int) -> str:
+    """In Prometheus' text format."""
+    return (await ask(port, "/metrics")).body.decode()
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples with these labels.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = [x.value for x in samples if x.name == f"hookline:{name}" and labels.items() <= x.labels.items()]
+    if not found:
+        raise KeyError(name)
+    return sum(found)
+
+
+class Watch:
+    """The invariants of a server, as of its warm-up.
+
+    Attributes:
+        tally: learns of every fault.
+    """
+
+    def __init__(self, tally: Tally, served: Served) -> None:
+        self.tally = tally
+        self.served = served
+        self._probe = ""
+        self._before = ""
+        self._resources: dict[int, Resources] = {}
+
+    async def begin(self) -> None:
+        """Notes what is to stay as it is, after some work that makes what is made once."""
+        port = self.served.port
+        grammar = {"structured_outputs": {"choice": ["a", "b"]}}
+        await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}) for _ in range(16)))
+        self._probe = (await ask(port, "/v1/completions", PROBE)).text
+        await self.idle(10.0)
+        self._before = await metrics(port)
+        found = {process.pid: Resources.of(process.pid) for process in self.served.processes()}
+        self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in found.items()}
+
+    def reply(self, label: str, reply: Reply | Told) -> None:
+        """I8 and I9 of one reply."""
+        body = reply.body.decode("utf-8", "replace") if isinstance(reply, Reply) else str(reply.error or "")
+        for fault in [*leak_faults(body, reply.headers), *status_faults(reply.status, reply.headers)]:
+            self.tally.fail(f"{label}: {fault}: {body[:200]}")
+
+    async def idle(self, seconds: float = 2.0) -> bool:
+        """Waits until nothing runs, nothing waits and no block is held (I1, I3)."""
+        port = self.served.port
+
+        async def rests() -> bool:
+            return not any((await load(port)).values())
+
+        return await until_true(rests, seconds)
+
+    async def check(self, label: str) -> None:
+        """All that can be seen from outside: I1, I3, I5, I6, I7, I10, I13, I14."""
+        tally, served, port = self.tally, self.served, self.served.port
+        tally.expect(await self.idle(), f"{label}: I1, I3: at rest the load is {await load(port)}")
+        began = time.monotonic()
+        found = await ask(port, "/v1/completions", PROBE)
+        seconds = time.monotonic() - began
+        sound = found.status == 200 and found.text == self._probe
+        tally.expect(sound, f"{label}: I6: the probe gives {found.body!r:.200}, not {self._probe!r}")
+        tally.expect(seconds < 2.0, f"{label}: I7: a normal request took {seconds:.1f} s")
+        ready = await ask(port, "/readyz")
+        tally.expect(ready.status == 200, f"{label}: I7: ready is {ready.status}: {ready.body!r:.200}")
+        await self.idle()
+        now = await metrics(port)
+        tally.expect(metric(now, "kv_cache_usage_perc") == 0, f"{label}: I1: the cache is in use at rest")
+        names = ("hookline:num_requests_running", "hookline:num_requests_waiting")
+        for fault in metrics_faults(_stable(self._before), _stable(now), ledger=0, load=names):
+            tally.fail(f"{label}: {fault}")
+        tally.expect(served.process.poll() is None, f"{label}: the HTTP process has ended")
+        processes = {process.pid for process in served.processes()}
+        tally.expect(processes == self._resources.keys(), f"{label}: I5: processes came or went: {processes}")
+        for fault in await self._resource_faults():
+            tally.fail(f"{label}: {fault}")
+        files = sorted(path.name for path in served.folder.iterdir() if not path.name.startswith("hookline-"))
+        tally.expect(not files, f"{label}: I14: there are files {files}")
+        tally.expect("Traceback" not in served.said, f"{label}: the log has a traceback: {served.said[-400:]}")
+
+    async def _resource_faults(self) -> list[str]:
+        """I5; a connection that has just been closed may still be on its way out."""
+        faults: list[str] = []
+
+        def rests() -> bool:
+            faults.clear()
+            for pid, before in self._resources.items():
+                with suppress(psutil.NoSuchProcess):
+                    faults.extend(before.faults(Resources.of(pid)))
+            return not faults
+
+        await until(rests, 3.0)
+        return faults
+
+
+def _stable(text: str) -> str:
+    """Metrics without those of HTTP itself, whose series come with the first call of their kind."""
+    return "\n".join(line for line in text.splitlines() if "http_requests" not in line) + "\n"

@@ -1,0 +1,159 @@
+"""E2: whoever comes and goes, and in whatever order, each request gets what it gets alone.
+
+Requests with random options come in, end, are aborted and preempted. Their slots and blocks go on to others at once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from hookline import Engine
+from hookline.serving import messages
+from tests.suites.invariants import Census, idle_faults
+from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import RUNNERS, DrivenLoop, Served, grammars, small_engine, tiny_model
+
+_PLANNED = {Tier.T1: 300, Tier.T2: 20_000}
+_DIFFERENT = {Tier.T1: 40, Tier.T2: 600}
+# Log probabilities of a token alone and among others may differ by rounding.
+_TOLERANCE = 1e-4
+_WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "preempted": {"preempt_every": 3},
+    "in chunks": {"max_chunk_tokens": 5, "max_running": 4},
+    "overlapped": {"overlap": True, "max_running": 5},
+    "overlapped and preempted": {"overlap": True, "preempt_every": 5},
+    "n-gram": {**RUNNERS["n-gram"], "preempt_every": 7},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A request, and what it gives alone: one answer for each continuation."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    grammar: bytes | None
+    alone: tuple[Served, ...]
+
+
+def run(tier: Tier, seed: int) -> SuiteReport:
+    forced = ["preemptions", "aborts", "ends", "prefix hits", "evictions", "slots given on", "accepted drafts", "stops"]
+    forced.append("grammars")
+    tally = Tally("E2", tier, seed, _PLANNED[tier], forced)
+    with tiny_model() as model:
+        kinds = _kinds(tally.random, small_engine(model, prefix_caching=False), _DIFFERENT[tier])
+        for way, options in _WAYS.items():
+            census = Census()
+            loop = DrivenLoop(small_engine(model, **options))
+            for script in range(_PLANNED[tier] // len(_WAYS)):
+                label = f"{way}, script {script}"
+                with tally.case(label):
+                    _script(tally, loop, kinds, label)
+                    for fault in idle_faults(loop):
+                        tally.fail(f"{label}: {fault}")
+            for fault in census.faults(allowed=64):
+                tally.fail(f"{way}: {fault}")
+            load = loop.engine.load
+            tally.event("preemptions", load.preemptions)
+            tally.event("prefix hits", load.hit_tokens)
+            tally.event("evictions", load.evicted_blocks)
+            tally.event("accepted drafts", load.accepted_tokens)
+    return tally.report()
+
+
+def _kinds(rng: random.Random, alone: Engine, count: int) -> list[_Kind]:
+    """Different requests, served alone and without a prefix cache."""
+    found: list[_Kind] = []
+    limits = grammars(alone)
+    stems = [[rng.randrange(256) for _ in range(40)] for _ in range(3)]
+    for _ in range(count):
+        prompt = [rng.randrange(256) for _ in range(rng.choice([1, 7, 8, 9, 20, 70]))]
+        if rng.random() < 0.4:
+            prompt = rng.choice(stems)[: rng.randint(1, 40)] + prompt[:9]
+        params = _options(rng)
+        loop = DrivenLoop(alone)
+        grammar = rng.choice(limits) if rng.random() < 0.2 else None
+        loop.submit(1, prompt, grammar=grammar, **params)
+        loop.run()
+        served = tuple(loop.served[1, index] for index in range(params.get("n", 1)))
+        found.append(_Kind(prompt, params, grammar, served))
+    return found
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.15:  # long enough to repeat itself, which drafts need
+        return {"max_tokens": 30, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, 10), "seed": rng.randrange(2**40)}
+    choices: dict[str, Any] = {
+        "temperature": rng.choice([0.5, 1.0, 3.0]),
+        "top_k": rng.choice([1, 5, 50]),
+        "top_p": rng.choice([0.3, 0.9]),
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 1.1,
+        "frequency_penalty": -0.7,
+        "logit_bias": {rng.randrange(256): 9.0, rng.randrange(256): -50.0},
+        "bad_words": ["e", "ab"],
+        "allowed_token_ids": [rng.randrange(256) for _ in range(40)],
+        "min_tokens": 1,
+        "stop": [chr(rng.randrange(32, 127)) for _ in range(16)],
+        "stop_token_ids": [rng.randrange(256) for _ in range(60)],
+        "ignore_eos": True,
+        "logprobs": rng.choice([0, 3]),
+        "prompt_logprobs": 1,
+        "n": rng.choice([2, 3]),
+    }
+    return params | {name: choices[name] for name in rng.sample(sorted(choices), rng.randint(0, 6))}
+
+
+def _script(tally: Tally, loop: DrivenLoop, kinds: list[_Kind], label: str) -> None:
+    """Some requests at random times, some of them aborted."""
+    rng, first = tally.random, max(loop.sent, default=0) + 1
+    chosen = [rng.choice(kinds) for _ in range(rng.randint(3, 6))]
+    numbers = dict(enumerate(chosen, first))
+    for number, kind in numbers.items():
+        loop.submit(number, kind.prompt, stream=rng.random() < 0.7, grammar=kind.grammar, **kind.params)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            loop.turn()
+        if rng.random() < 0.25:
+            loop.command(messages.Abort(rng.randint(first, number)))
+    loop.run()
+    tally.event("slots given on", len(chosen) - 1)
+    for number, kind in numbers.items():
+        if number in loop.refused:
+            tally.fail(f"{label}: {loop.refused[number]}")
+            continue
+        gone = number in loop.aborted
+        tally.event("grammars", kind.grammar is not None and not gone)
+        tally.event("aborts" if gone else "ends")
+        for index, due in enumerate(kind.alone):
+            found = loop.served.pop((number, index), Served())
+            if difference := _difference(found, due, gone):
+                tally.fail(f"{label}, {kind.prompt} with {kind.params}: {difference}")
+            tally.event("stops", not gone and found.finish_reason == "stop")
+
+
+def _difference(found: Served, due: Served, gone: bool) -> str | None:
+    """How an answer differs from the one alone; of an aborted one, what came of it."""
+    length = len(found.token_ids)
+    if gone:
+        begins = due.token_ids[:length] == found.token_ids and due.text.startswith(found.text)
+        return None if begins else f"{found.token_ids} before its abort, not {due.token_ids}"
+    for name in ("token_ids", "text", "finish_reason", "stop_reason"):
+        if getattr(found, name) != getattr(due, name):
+            return f"{name} is {getattr(found, name)!r}, alone {getattr(due, name)!r} ({found.error})"
+    pairs = [
+        *zip(found.logprobs, due.logprobs, strict=True),
+        *zip(found.prompt_logprobs or (), due.prompt_logprobs or (), strict=True),
+    ]
+    for ours, theirs in pairs:
+        if (ours is None) != (theirs is None):
+            return f"a log probability is {ours}, alone {theirs}"
+        if ours is not None and theirs is not None:
+            near = abs(ours.logprob - theirs.logprob) <= _TOLERANCE
+            if not near or ours.token_id != theirs.token_id or len(ours.top) != len(theirs.top):
+                return f"a log probability is {ours}, alone {theirs}"
+    return None
