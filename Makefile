@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-test
 
-.PHONY: demo test lint gpu-test bench browser clean
+.PHONY: demo test lint gpu-test soak bench browser clean
 
 demo: $(READY)
 	$(BIN)/engine generate "What is the capital of France?"
@@ -21,6 +21,9 @@ lint: $(TEST_READY)
 
 gpu-test: $(TEST_READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu
+
+soak: $(TEST_READY)
+	$(BIN)/python -m tests.suites --tier 2
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

@@ -46,7 +46,7 @@ def main() -> None:
     beyond = [s["ttft_ms"] - e["ttft_ms"] for s, e in zip(served, engine, strict=True)]
     report = {
         "machine": describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "model": arguments.model,
+        "model": Path(arguments.model).name,
         "streams": arguments.streams,
         "requests": arguments.requests,
         "prompt": arguments.prompt,

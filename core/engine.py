@@ -27,13 +27,11 @@ from hookline.prompt_encoder import Prompt, as_prompts
 from hookline.request_intake import Grammar, RequestIntake
 from hookline.sampling_params import SamplingParams, check_params
 from hookline.scheduling.block_pool import BlockPool
-from hookline.scheduling.output import Load, OutputDelta, RequestOutput
+from hookline.scheduling.output import NO_TOKEN, Load, OutputDelta, RequestOutput
 from hookline.scheduling.request import FinishReason, Request, ScheduledBatch
 from hookline.scheduling.scheduler import Scheduler
 from hookline.scheduling.speculative import SpeculativeScheduler
 from hookline.structured_output import CompiledGrammar, GrammarVocabulary
-
-NO_TOKEN = "the model's logits were no numbers, or the request's own options left no token to choose"
 
 _FAULTS_IN_A_ROW = 3
 

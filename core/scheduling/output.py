@@ -58,6 +58,10 @@ class StopStringMatcher:
         return len(text)
 
 
+# The error of a request that could not go on.
+NO_TOKEN = "the model's logits were no numbers, or the request's own options left no token to choose"
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """How likely one token was.

@@ -16,13 +16,13 @@ from starlette.types import Receive
 
 from hookline.errors import InvalidRequestError, ServerError
 from hookline.grammar import GrammarSpec
-from hookline.scheduling.output import OutputDelta
+from hookline.scheduling.output import NO_TOKEN, OutputDelta
 from hookline.serving.api_errors import ApiError, api_error
 from hookline.serving.async_engine import Answer, AsyncEngine
 from hookline.serving.event_stream import ClientGone, wait_for_leave
 from hookline.serving.grammars import GrammarCompiler
 from hookline.serving.limits import Limits
-from hookline.serving.validated import ValidatedCall
+from hookline.serving.validated import ValidatedCall, ValidatedRequest
 
 _RETRY_SECONDS = 2
 _log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class RunningCall:
             if delta.finish_reason is not None:
                 self.unfinished -= 1
                 if delta.finish_reason not in ("stop", "length"):
-                    raise _fault(delta)
+                    raise _fault(delta, self.call.prompts[number])
         return number, deltas
 
     async def _next(self) -> tuple[int, list[OutputDelta]]:
@@ -182,7 +182,10 @@ async def _pump(number: int, answer: Answer, news: asyncio.Queue[tuple[int, list
         await news.put((number, deltas))
 
 
-def _fault(delta: OutputDelta) -> ApiError:
+def _fault(delta: OutputDelta, prompt: ValidatedRequest) -> ApiError:
+    params = prompt.params
+    if delta.error == NO_TOKEN and (prompt.grammar or params.allowed_token_ids or params.bad_words):
+        return ApiError(400, "The request's own options leave no token to choose.", code="no_token_left")
     if delta.finish_reason == "abort":
         return ApiError(503, "The engine ended the request.", code="aborted", retry_after=_RETRY_SECONDS)
     return api_error(RuntimeError(delta.error or f"a continuation ended with {delta.finish_reason}"))

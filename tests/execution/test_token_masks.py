@@ -165,6 +165,7 @@ def test_a_grammar_gives_what_it_gives_in_plain_steps(kind: str, options: dict[s
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
 def test_on_a_gpu_a_grammar_gives_what_it_gives_on_a_cpu(kind: str, cuda_graphs: bool, wanted: list[Any]) -> None:

@@ -63,7 +63,7 @@ _CASES: Mapping[str, _Case] = {
     "weights are a folder": _Case(1, "is not a regular file", breaks=_put_folder),
     "no plugin": _Case(4, "NobodyForCausalLM", breaks=_rename_architecture),
     "config is no JSON": _Case(1, "config.json", breaks=lambda model: (model / "config.json").write_text("{")),
-    "cache too small": _Case(6, "memory", ("--kv-cache-memory", "100")),
+    "cache too small": _Case(6, "needs a cache of", ("--kv-cache-memory", "100")),
     "context too long": _Case(2, "max_model_len is 100,000", ("--max-model-len", "100000")),
     "an option out of range": _Case(2, "'--max-running'", ("--max-running", "0")),
     "a limit out of range": _Case(2, "the limit n is 0", ("--max-n", "0")),
@@ -76,10 +76,15 @@ _CASES: Mapping[str, _Case] = {
 }
 
 
+# At T1 not those that fail where another one does.
+_CUT = {"an address of another", "weights are a folder", "config is no JSON", "a limit out of range"}
+_CUT |= {"keys that cannot be read"}
+
+
 def run(tier: Tier, seed: int) -> SuiteReport:
-    cases = dict(_CASES)
+    cases = {name: case for name, case in _CASES.items() if tier is Tier.T2 or name not in _CUT}
     if os.geteuid() == 0:  # who may read everything
-        del cases["no right to read"]
+        cases.pop("no right to read", None)
     tally = Tally("K5", tier, seed, len(cases) + 1, [*cases, "a port that is taken"])
     asyncio.run(_run(tally, cases))
     return tally.report()

@@ -1,0 +1,162 @@
+"""S1: a day of mixed requests in an hour. Nothing grows with their number, and the last are served as the first."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.suites.raw_client import Connection, Told
+from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
+from tests.suites.served import Served, Watch, serving
+
+_PLANNED = {Tier.T1: 2_000, Tier.T2: 172_800}
+_CHECK_EVERY = {Tier.T1: 1_000, Tier.T2: 5_000}
+_TOGETHER = 24
+# Of every twenty requests.
+_MIX = (*("normal",) * 12, *("abort",) * 3, *("invalid",) * 2, "grammar", "several", "over-long")
+_WARM_UP = 0.05
+_MOST_BYTES = 64.0  # of memory for each request, at T2
+_MOST_GROWTH = 48 * 2**20  # of memory, at T1, where the slope says nothing yet
+_SAMPLE_EVERY = 100
+_WORDS = ("once", "a", "little", "request", "went", "out", "to", "see", "what", "others", "had", "seen", "before", "it")
+
+
+def run(tier: Tier, seed: int) -> SuiteReport:
+    tally = Tally("S1", tier, seed, _PLANNED[tier], (*dict.fromkeys(_MIX), "samples of memory"))
+    asyncio.run(_run(tally, tier))
+    return tally.report()
+
+
+async def _run(tally: Tally, tier: Tier) -> None:
+    with tiny_model() as model:
+        async with serving(model) as served:
+            watch = Watch(tally, served)
+            await watch.begin()
+            soak = _Soak(tally, watch, served)
+            numbers = iter(range(_PLANNED[tier]))
+            while part := list(itertools.islice(numbers, _CHECK_EVERY[tier])):
+                await soak.send(iter(part))
+                await watch.check(f"after {part[-1] + 1} requests")
+            for fault in soak.faults(tier):
+                tally.fail(fault)
+
+
+class _Soak:
+    """The requests of one server, the seconds that normal ones took, and the memory meanwhile."""
+
+    def __init__(self, tally: Tally, watch: Watch, served: Served) -> None:
+        self._tally = tally
+        self._watch = watch
+        self._served = served
+        self._pids = {"engine" if process == served.engine() else "front": process.pid for process in _owners(served)}
+        self._memory: dict[str, list[tuple[int, int]]] = {name: [] for name in self._pids}
+        self._seconds: list[float] = []
+
+    async def send(self, numbers: Iterator[int]) -> None:
+        """Requests of these numbers, some at a time."""
+
+        async def client() -> None:
+            async with Connection(self._served.port) as connection:
+                for number in numbers:
+                    kind = self._tally.random.choice(_MIX)
+                    with self._tally.case(f"{kind} {number}"):
+                        await self._one(connection, kind, random.Random(number))
+                        self._tally.event(kind)
+                    if number % _SAMPLE_EVERY == 0:
+                        for name, pid in self._pids.items():
+                            self._memory[name].append((number, memory(pid)))
+                        self._tally.event("samples of memory")
+
+        await asyncio.gather(*(client() for _ in range(_TOGETHER)))
+
+    async def _one(self, connection: Connection, kind: str, rng: random.Random) -> None:
+        body: dict[str, Any] = {"prompt": " ".join(rng.choices(_WORDS, k=rng.randint(1, 12))), "max_tokens": 12}
+        body |= {"seed": rng.randrange(2**40), "temperature": rng.choice([0, 1]), "ignore_eos": True}
+        expected = 200
+        if kind == "abort":
+            await self._leave(body, rng.randint(0, 6))
+            return
+        if kind == "invalid":
+            name, value = rng.choice(
+                [("n", 0), ("prompt", [-1]), ("top_p", 2), ("stop", [""]), ("logit_bias", {"x": 1})]
+            )
+            body, expected = {**body, name: value}, 400
+        elif kind == "grammar":
+            body["guided_regex"] = rng.choice(["[a-f]+", f"({rng.choice(_WORDS)} ){{2}}", "(yes|no)"])
+        elif kind == "several":
+            body["n"] = 3
+        elif kind == "over-long":
+            body, expected = {**body, "prompt": "long " * 60}, 400
+        began = time.monotonic()
+        if kind == "normal" and rng.random() < 0.5:
+            await self._stream(connection, body)
+        else:
+            reply = await connection.call("POST", "/v1/completions", body)
+            self._watch.reply(kind, reply)
+            self._tally.expect(reply.status == expected, f"{kind}: {body} gets {reply.status}: {reply.body!r:.200}")
+            if reply.status == 200 and kind == "normal":
+                used = reply.json["usage"]["completion_tokens"]
+                self._tally.expect(used == 12, f"I12: {used} tokens of 12")
+        if kind == "normal":
+            self._seconds.append(time.monotonic() - began)
+
+    async def _stream(self, connection: Connection, body: dict[str, Any]) -> None:
+        told = Told()
+        connection.send("POST", "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+        await connection.follow(told)
+        right = told.done and told.finish == {0: "length"} and (told.usage or {}).get("completion_tokens") == 12
+        self._tally.expect(right, f"a normal stream gave {told}")
+
+    async def _leave(self, body: dict[str, Any], events: int) -> None:
+        async with Connection(self._served.port) as connection:
+            connection.send("POST", "/v1/completions", {**body, "max_tokens": 80, "stream": True})
+            await connection.follow(Told(), events) if events else await asyncio.sleep(0.01)
+            connection.reset()
+
+    def faults(self, tier: Tier) -> list[str]:
+        """What grew, and whether requests took longer at the end."""
+        found: list[str] = []
+        for name, samples in self._memory.items():
+            kept = [sample for sample in samples if sample[0] >= samples[-1][0] * _WARM_UP]
+            grown, slope = kept[-1][1] - kept[0][1], upper_slope(kept)
+            if tier is Tier.T2 and slope >= _MOST_BYTES:
+                found.append(f"S1: the {name} process grows by up to {slope:.0f} bytes a request")
+            if tier is Tier.T1 and grown > _MOST_GROWTH:
+                found.append(f"S1: the {name} process grew by {grown / 2**20:.0f} MiB")
+        tenth = max(len(self._seconds) // 10, 2)
+        first, last = (
+            statistics.quantiles(part, n=100)[98] for part in (self._seconds[:tenth], self._seconds[-tenth:])
+        )
+        if tier is Tier.T2 and last >= 1.2 * first:
+            found.append(f"S1: the slowest of 100 took {first:.3f} s at first and {last:.3f} s at last")
+        return found
+
+
+def _owners(served: Served) -> list[Any]:
+    """The HTTP process and the engine's; what compiles grammars is replaced now and then."""
+    engine = served.engine()
+    return [process for process in served.processes() if process.pid == served.process.pid or process == engine]
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process's own that are in memory or swapped out."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(size) for size in re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", status, re.MULTILINE)) * 1024
+
+
+def upper_slope(samples: Sequence[tuple[int, int]]) -> float:
+    """The upper bound of the slope, at 95 %, of a line through samples of x and y."""
+    xs, ys = zip(*samples, strict=True)
+    line = statistics.linear_regression(xs, ys)
+    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+    rest = sum((y - line.intercept - line.slope * x) ** 2 for x, y in samples)
+    return line.slope + 1.96 * math.sqrt(rest / max(len(samples) - 2, 1) / spread)
