@@ -3,8 +3,8 @@
 | case | what | where |
 | --- | --- | --- |
 | 1 to 35 | requests over HTTP | here |
-| 37 | hostile `config.json` | tests/test_model_config.py, tests/test_source_rules.py |
-| 39 | kill -9 and SIGSTOP | tests/suites/kills.py, tests/suites/hangs.py |
+| 37 | hostile `config.json` | tests/test_engine.py (by name, remote code), tests/test_llama.py |
+| 39 | kill -9 and SIGSTOP | tests/suites/kills.py, tests/suites/hangs.py (one rank so far) |
 
 The plan's model has 512 tokens; this one has 320.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import make_checkpoint
 from tests.serving.values import DEEP
 from tests.suites.raw_client import Connection, Reply, Told, ask, stream
 from tests.suites.rig import BLOCK, MAX_MODEL_LEN, TOKEN_BYTES, VOCAB, DrivenLoop, small_engine
@@ -33,8 +34,6 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.conftest import make_checkpoint
-
     return make_checkpoint(tmp_path_factory.mktemp("cases"), max_position_embeddings=MAX_MODEL_LEN)
 
 
@@ -49,7 +48,7 @@ def served(model: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def text(served: Served) -> str:
     """What the model says to `GREEDY`."""
-    return run(ask(served.port, COMPLETIONS, GREEDY)).text
+    return str(run(ask(served.port, COMPLETIONS, GREEDY)).text)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -263,7 +262,7 @@ def test_case_33_bodies_without_measure(served: Served) -> None:
 
 
 def test_case_35_methods_that_nobody_knows(served: Served) -> None:
-    """PYSEC-2026-4325: each made a series of its own. A tenth of the plan's ten thousand."""
+    """PYSEC-2026-4325: each made a series of its own."""
     draw = random.Random(0)
 
     async def one() -> int:
@@ -274,8 +273,8 @@ def test_case_35_methods_that_nobody_knows(served: Served) -> None:
     async def main() -> None:
         await one()
         before = (await metrics(served.port)).count("\n")
-        for _ in range(50):
-            assert set(await asyncio.gather(*(one() for _ in range(20)))) == {405}
+        for _ in range(100):
+            assert set(await asyncio.gather(*(one() for _ in range(100)))) == {405}
         assert (await metrics(served.port)).count("\n") <= before
 
     run(main())

@@ -159,7 +159,7 @@ async def _waves(tally: Tally, watch: Watch, served: Served, count: int) -> None
 
 def _kind(rng: random.Random) -> dict[str, Any]:
     """A request that survives."""
-    body: dict[str, Any] = {"prompt": rng.choice(_PROMPTS), "max_tokens": rng.choice([6, 24, 60]), "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": rng.choice(_PROMPTS), "max_tokens": rng.choice([4, 16, 40]), "ignore_eos": True}
     choices: dict[str, Any] = {
         "n": 2, "temperature": 0.8, "logprobs": 2, "presence_penalty": 0.7, "stop": ["zq"], "guided_regex": "[a-z ]+",
     }  # fmt: skip

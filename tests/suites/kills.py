@@ -90,20 +90,24 @@ async def _serves(tally: Tally, port: int, due: str, count: int) -> None:
 async def _at_start(tally: Tally, model: Path, target: str) -> None:
     """Killed as soon as the engine's process is there, and while it loads."""
     for wait in (0.0, 1.0):
-        with tally.case(f"{target}, start, {wait:g} s"):
+        label = f"{target}, start, {wait:g} s"
+        with tally.case(label):
             async with launched(model) as served:
-                await until(lambda served=served: served.engine() is not None, START_SECONDS)
-                await asyncio.sleep(wait)
-                victim = served.engine()
-                if victim is None or served.find_port():
-                    tally.fail(f"{target}, start: there was nothing to kill: {served.said}")
-                    continue
-                _strike(served, target, victim)
-                tally.event(f"{target} killed in start")
-                await _ends(tally, served, f"{target}, start, {wait:g} s", target)
-                if target == "engine":
-                    clear = "Error: the engine process ended" in served.said and "Traceback" not in served.said
-                    tally.expect(clear, f"what is told of a killed engine: {served.said}")
+                await _kill_start(tally, served, target, wait, label)
+
+
+async def _kill_start(tally: Tally, served: Served, target: str, wait: float, label: str) -> None:
+    await until(lambda: served.engine() is not None, START_SECONDS)
+    await asyncio.sleep(wait)
+    victim = served.engine()
+    if victim is None or served.find_port():
+        raise RuntimeError(f"there was nothing to kill: {served.said}")
+    _strike(served, target, victim)
+    tally.event(f"{target} killed in start")
+    await _ends(tally, served, label, target)
+    if target == "engine":
+        clear = "Error: the engine process ended" in served.said and "Traceback" not in served.said
+        tally.expect(clear, f"what is told of a killed engine: {served.said}")
 
 
 def _strike(served: Served, target: str, engine: psutil.Process) -> None:

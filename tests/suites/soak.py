@@ -57,7 +57,7 @@ class _Soak:
         self._tally = tally
         self._watch = watch
         self._served = served
-        self._pids = {"engine" if process == served.engine() else "front": process.pid for process in _owners(served)}
+        self._pids = dict(zip(("front", "engine"), (process.pid for process in served.lasting()), strict=True))
         self._memory: dict[str, list[tuple[int, int]]] = {name: [] for name in self._pids}
         self._seconds: list[float] = []
 
@@ -139,12 +139,6 @@ class _Soak:
         if tier is Tier.T2 and last >= 1.2 * first:
             found.append(f"S1: the slowest of 100 took {first:.3f} s at first and {last:.3f} s at last")
         return found
-
-
-def _owners(served: Served) -> list[Any]:
-    """The HTTP process and the engine's; what compiles grammars is replaced now and then."""
-    engine = served.engine()
-    return [process for process in served.processes() if process.pid == served.process.pid or process == engine]
 
 
 def memory(pid: int) -> int:
