@@ -14,7 +14,7 @@ demo: $(READY)
 	$(BIN)/engine generate "What is the capital of France?"
 
 test: lint browser
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check .
