@@ -115,6 +115,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions = (_Hooks, LoopControlExtension)
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=extensions)
+        self._renderings = threading.local()
         self.budget = _Budget()
         self.finalize = self._finalize
         del self.globals["lipsum"]
@@ -123,6 +124,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         kept = {name: run for name, run in self.filters.items() if name not in _LEFT_OUT}
         kept["tojson"] = _to_json
         self.filters = {name: self._watched(name, run) for name, run in kept.items()}
+
+    @property
+    def budget(self) -> _Budget:
+        """Of the rendering that this thread is at; others go on beside it."""
+        budget: _Budget = self._renderings.budget
+        return budget
+
+    @budget.setter
+    def budget(self, budget: _Budget) -> None:
+        self._renderings.budget = budget
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, int | float) or (isinstance(obj, str) and attr in ("translate", "maketrans", "encode")):
@@ -216,7 +227,6 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._sandbox = _Sandbox()
-        self._lock = threading.Lock()
         try:
             tree = self._sandbox.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(tree)) - {
@@ -250,19 +260,18 @@ class ChatTemplate:
                 raise _unknown_variable(name, self.variables)
         given = {"tools": None, "documents": None, **variables, **self._special_tokens}
         given.update(messages=messages, add_generation_prompt=add_generation_prompt)
-        with self._lock:
-            self._sandbox.budget = _Budget()
-            try:
-                return self._sandbox.concat(self._template.root_render_func(self._template.new_context(given)))
-            except (SecurityError, _LimitError, OverflowError, RecursionError, MemoryError) as error:
-                raise ModelConfigError(
-                    f"the chat template was stopped: {_say(error)}",
-                    hint="Use a checkpoint whose template is sound, or a raw prompt.",
-                ) from error
-            except Exception as error:
-                raise InvalidRequestError(
-                    f"the chat template does not take these messages: {_say(error)}", field="messages"
-                ) from error
+        self._sandbox.budget = _Budget()
+        try:
+            return self._sandbox.concat(self._template.root_render_func(self._template.new_context(given)))
+        except (SecurityError, _LimitError, OverflowError, RecursionError, MemoryError) as error:
+            raise ModelConfigError(
+                f"the chat template was stopped: {_say(error)}",
+                hint="Use a checkpoint whose template is sound, or a raw prompt.",
+            ) from error
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the chat template does not take these messages: {_say(error)}", field="messages"
+            ) from error
 
 
 def _check_messages(messages: object) -> None:

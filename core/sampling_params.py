@@ -199,7 +199,7 @@ class SamplingParams:
             raise _invalid(name, value, "a list of token ids: whole numbers of at least 0")
         if most is not None and len(value) > most:
             raise _invalid(name, value, f"at most {most} token ids", found=f"a list of {len(value)}")
-        self._set(name, tuple(value))
+        self._set(name, tuple(dict.fromkeys(value)))  # each once: the work for them is done for every continuation
 
     def _freeze_logit_bias(self) -> None:
         value: Any = self.logit_bias

@@ -74,6 +74,12 @@ class Tokenizer:
             if added.special and (token_id not in unknown or added.content in ends)
         }
         self._control_ids = frozenset(self._control.values())
+        # For each control token's text a private spelling that nobody outside can know. Made here, for several threads
+        # encode: two that made it at their first need would not make the same.
+        self._secret = "".join(chr(_ALIAS_PLANE + secrets.randbelow(2**12)) for _ in range(16))
+        self._aliases = {
+            text: f"{self._secret}{chr(_ALIAS_PLANE + 2**13 + number)}" for number, text in enumerate(self._control)
+        }
         self.chat_template = chat_template
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self._bytes: dict[int, bytes] = {}
@@ -221,17 +227,6 @@ class Tokenizer:
         """Matches every added token's text, the longest first, as the tokenizer does."""
         texts = sorted((added.content for added in self._added.values()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-
-    @cached_property
-    def _secret(self) -> str:
-        return "".join(chr(_ALIAS_PLANE + secrets.randbelow(2**12)) for _ in range(16))
-
-    @cached_property
-    def _aliases(self) -> dict[str, str]:
-        """For each control token's text a private spelling that nobody outside can know."""
-        return {
-            text: f"{self._secret}{chr(_ALIAS_PLANE + 2**13 + number)}" for number, text in enumerate(self._control)
-        }
 
     @cached_property
     def _ordinary(self) -> tuple[tokenizers.Tokenizer, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Chat templates: what the hub's templates use works as in transformers, and what they must not do is stopped."""
+"""Chat templates: what the hub's templates use works as in transformers. Suite G3 abuses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from hookline.chat_template import MAX_TEMPLATE_BYTES, MAX_TEXT, ChatTemplate
+from hookline.chat_template import MAX_TEXT, ChatTemplate
 from hookline.errors import InvalidRequestError, ModelConfigError
 
 MESSAGES: list[dict[str, Any]] = [
@@ -108,120 +108,6 @@ def test_messages_are_not_changed() -> None:
     assert json.dumps(MESSAGES) == before
 
 
-GROW = "{{% set ns = namespace(x='ab') %}}{{% for i in range(60) %}}{}{{% endfor %}}{{{{ ns.x }}}}"
-ABUSE = {
-    "long range": "{% for i in range(10**9) %}x{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "fibonacci": "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "times": "{{ 'a' * 10**9 }}",
-    "times reversed": "{{ 10**9 * 'a' }}",
-    "list times": "{{ ([0] * 10**9) | length }}",
-    "tuple times": "{{ ((1, 2) * 10**9) | length }}",
-    "power": "{{ 10 ** (10 ** 9) }}",
-    "squares": "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "grow by ~": GROW.format("{% set ns.x = ns.x ~ ns.x %}"),
-    "grow by +": GROW.format("{% set ns.x = ns.x + ns.x %}"),
-    "grow by %": GROW.format("{% set ns.x = '%s%s' % (ns.x, ns.x) %}"),
-    "grow by format": GROW.format("{% set ns.x = '{0}{0}'.format(ns.x) %}"),
-    "grow by format filter": GROW.format("{% set ns.x = '%s%s' | format(ns.x, ns.x) %}"),
-    "grow by block": GROW.format("{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
-    "grow by join": GROW.format("{% set ns.x = [ns.x, ns.x] | join %}"),
-    "grow by join method": GROW.format("{% set ns.x = ''.join([ns.x, ns.x]) %}"),
-    "grow by lists": GROW.format("{% set ns.x = [ns.x, ns.x] %}"),
-    "grow by dicts": GROW.format("{% set ns.x = {'a': ns.x, 'b': ns.x} %}"),
-    "grow by lists, as json": GROW.format("{% set ns.x = [ns.x, ns.x] %}") + "{{ ns.x | tojson }}",
-    "grow by lists, joined": GROW.format("{% set ns.x = [ns.x, ns.x] %}").replace("{{ ns.x }}", "{{ '' ~ ns.x }}"),
-    "grow by lists, trimmed": GROW.format("{% set ns.x = [ns.x, ns.x] %}").replace("{{ ns.x }}", "{{ ns.x | trim }}"),
-    "grow by namespaces": GROW.format("{% set ns.x = namespace(a=ns.x, b=ns.x) %}"),
-    "grow by replace": "{% set x = 'a' * 100000 %}{{ x.replace('a', x) }}",
-    "grow by replace filter": "{% set x = 'a' * 100000 %}{{ x | replace('a', x) }}",
-    "map": "{% set x = 'a' * 8000000 %}{{ ([x] * 100000) | map('upper') | list | length }}",
-    "sum": "{{ ([[0]] * 100000) | sum(start=[]) | length }}",
-    "ljust": "{{ 'a'.ljust(10**9) }}",
-    "zfill": "{{ 'a'.zfill(10**9) }}",
-    "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
-    "center": "{{ 'a' | center(10**9) }}",
-    "indent": "{{ ('a\n' * 100000) | indent(100000) }}",
-    "batch": "{{ [1] | batch(10**9, 'x') | list }}",
-    "slice": "{{ [1] | slice(10**9) | list }}",
-    "json indent": "{{ [1] | tojson(indent=10**9) }}",
-    "width": "{{ '%1000000000d' % 1 }}",
-    "width filter": "{{ '%1000000000d' | format(1) }}",
-    "width in format": "{{ '{:1000000000}'.format(1) }}",
-    "width as argument": "{{ '%*d' % (10**9, 1) }}",
-    "width as argument of format": "{{ '{:{}}'.format(1, 10**9) }}",
-    "to_bytes": "{{ (5).to_bytes(10**9, 'big') }}",
-    "translate": "{{ 'aaa'.translate({97: 'b' * 8000000}) }}",
-    "class walk": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "class walk by item": "{{ ''['__class__']['__mro__'] }}",
-    "class walk by format": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "class walk by map": "{{ [''] | map(attribute='__class__.__mro__') | list }}",
-    "globals": "{{ cycler.__init__.__globals__.os }}",
-    "globals of a function": "{{ raise_exception.__globals__['json'] }}",
-    "globals of a macro": "{% macro f() %}{% endmacro %}{{ f.__func__.__globals__ }}",
-    "generator frame": "{{ (messages | map('upper')).gi_frame.f_globals }}",
-    "self": "{{ self.__init__.__globals__ }}",
-    "undefined": "{{ foo.bar.baz }}",
-    "undefined function": "{{ foo() }}",
-    "lipsum": "{{ lipsum(100000) }}",
-    "unknown filter by name": "{{ messages | map('pprint') | list }}",
-}  # fmt: skip
-UNSOUND = {
-    "include": "{% include '/etc/passwd' %}",
-    "include in a branch": "{% if false %}{% include 'x' ignore missing %}{% endif %}",
-    "import": "{% import 'x' as y %}",
-    "from": "{% from 'x' import y %}",
-    "extends": "{% extends 'x' %}",
-    "syntax": "{% for %}",
-    "not closed": "{% if a %}",
-    "unknown filter": "{{ 'a' | pprint }}",
-    "unknown tag": "{% do x %}",
-    "deep blocks": "{% if a %}" * 3000 + "{% endif %}" * 3000,
-    "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "large": "a" * (MAX_TEMPLATE_BYTES + 1),
-}
-
-
-@pytest.mark.parametrize("name", ABUSE)
-def test_abuse_is_stopped_in_time(name: str) -> None:
-    template = ChatTemplate(ABUSE[name])
-    start = time.thread_time()
-    with pytest.raises((ModelConfigError, InvalidRequestError)) as caught:
-        template.render(MESSAGES)
-    assert time.thread_time() - start < 2.0
-    assert len(str(caught.value)) < 1500
-    assert "0x7f" not in str(caught.value)
-    assert ChatTemplate("{{ messages[0].role }}").render(MESSAGES) == "system"
-
-
-@pytest.mark.parametrize("name", UNSOUND)
-def test_unsound_templates_are_refused_when_read(name: str) -> None:
-    with pytest.raises(ModelConfigError, match=r"^chat_template "):
-        ChatTemplate(UNSOUND[name])
-
-
-def test_walks_that_only_print_show_nothing() -> None:
-    for walk in ("{{ ''.__class__ }}", "{{ '' | attr('__class__') }}", "{{ raise_exception.__globals__ }}"):
-        assert ChatTemplate(walk).render(MESSAGES) == ""
-
-
-def test_memory_stays_bounded_under_abuse() -> None:
-    script = (
-        "import resource, sys, json\nfrom hookline.chat_template import ChatTemplate\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "for source in json.load(sys.stdin):\n"
-        "    try:\n        ChatTemplate(source).render([{'role': 'user', 'content': 'x'}])\n"
-        "    except Exception as error:\n        assert type(error).__module__ == 'hookline.errors', error\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    slow = ("nested loops", "filtered loops", "fibonacci", "grow by lists, as json", "grow by lists, joined")
-    sources = json.dumps([source for name, source in ABUSE.items() if name not in slow])
-    done = subprocess.run([sys.executable, "-c", script], input=sources, capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 700 * 2**20
-
-
 def test_text_limit_holds_for_long_conversations() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     half = {"role": "user", "content": "x" * (MAX_TEXT // 2)}
@@ -252,6 +138,27 @@ def test_one_template_in_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert found == {number: str(number) * 200 for number in range(8)}
+
+
+def test_no_rendering_waits_for_another() -> None:
+    class Slow:
+        def __str__(self) -> str:
+            at_work.set()
+            return str(go_on.wait(10))
+
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    at_work, go_on, found = threading.Event(), threading.Event(), list[str]()
+    slow = threading.Thread(target=lambda: found.append(template.render([{"role": "user", "content": Slow()}])))
+    slow.start()
+    assert at_work.wait(10)
+    other = threading.Thread(target=lambda: found.append(template.render([{"role": "user", "content": "a"}])))
+    other.start()
+    other.join(5)
+    assert found == ["a"]
+    go_on.set()
+    slow.join()
+    other.join()
+    assert found == ["a", "True"]
 
 
 def test_needs_no_torch() -> None:

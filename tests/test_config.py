@@ -69,3 +69,7 @@ def test_what_is_on_or_off_is_no_text_or_number(name: str, value: object) -> Non
 def test_threads_of_an_engine_process_sleep_while_they_wait() -> None:
     assert engine_environment({"A": "1"}) == {"A": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     assert engine_environment({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+def test_an_engine_process_is_not_told_the_keys_of_clients() -> None:
+    assert "HOOKLINE_API_KEYS" not in engine_environment({"HOOKLINE_API_KEYS": "secret-key"})

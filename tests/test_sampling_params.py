@@ -39,6 +39,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("bad_words", ["no"], ("no",)),
     ("stop_token_ids", [3, 4], (3, 4)),
     ("allowed_token_ids", [3], (3,)),
+    ("allowed_token_ids", [3, 1] * 1000, (3, 1)),
     ("logit_bias", {"5": -100, 6: 100.0}, {5: -100.0, 6: 100.0}),
     ("logprobs", 0, 0),
     ("logprobs", 20, 20),

@@ -31,6 +31,8 @@ class Answer:
         call_id: ours, never the client's.
         choices: of all prompts: prompt times n plus the continuation's index.
         of_prompts: log probabilities of each prompt's tokens; empty until they come.
+        prompt_tokens: of all prompts, each counted once.
+        completion_tokens: so far, of all choices.
     """
 
     def __init__(self, call: ValidatedCall, context: AnswerContext) -> None:
@@ -42,27 +44,26 @@ class Answer:
         self._created = int(time.time())
         self._cached = [0] * len(call.prompts)
         self.of_prompts: list[list[TokenLogprob | None]] = [[] for _ in call.prompts]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
-        return sum(len(prompt.token_ids) for prompt in self.call.prompts)
-
-    @property
-    def completion_tokens(self) -> int:
-        """So far, of all choices."""
-        return sum(choice.tokens for choice in self.choices)
+        # Counted as they come: a stream may show them with every chunk, and have thousands of choices.
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in call.prompts)
+        self.completion_tokens = self._reasoning_tokens = 0
 
     def head(self, kind: str) -> dict[str, Any]:
         """The first fields of every object."""
         return {"id": self.call_id, "object": kind, "created": self._created, "model": self.call.model}
 
-    def choice(self, number: int, delta: OutputDelta) -> Choice:
-        """Whose delta of prompt `number` it is."""
-        self._cached[number] = max(self._cached[number], delta.cached_tokens)
+    def read(self, number: int, delta: OutputDelta) -> tuple[Choice, Piece]:
+        """Whose delta of prompt `number` it is, and what it adds."""
+        if not delta.index:  # what the others find in the cache may be their own sibling's
+            self._cached[number] = delta.cached_tokens
         if delta.prompt_logprobs is not None:
             self.of_prompts[number] = delta.prompt_logprobs
-        return self.choices[number * self.n + delta.index]
+        choice = self.choices[number * self.n + delta.index]
+        tokens, reasoning_tokens = choice.tokens, choice.reasoning_tokens
+        piece = choice.take(delta)
+        self.completion_tokens += choice.tokens - tokens
+        self._reasoning_tokens += choice.reasoning_tokens - reasoning_tokens
+        return choice, piece
 
     def prompt_of(self, choice: Choice) -> ValidatedRequest:
         """The prompt that a choice continues."""
@@ -85,7 +86,7 @@ class Answer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
         }
 
 
@@ -123,8 +124,8 @@ class WholeAnswer(Answer):
     def take(self, number: int, deltas: Sequence[OutputDelta]) -> None:
         """More of the prompt `number`'s continuations."""
         for delta in deltas:
-            choice = self.choice(number, delta)
-            self._gathered[choice.index].add(choice.take(delta), delta)
+            choice, piece = self.read(number, delta)
+            self._gathered[choice.index].add(piece, delta)
 
     def body(self) -> bytes:
         """The object, when all choices have ended."""
@@ -197,8 +198,8 @@ class StreamedAnswer(Answer):
         parts = self._chat_parts if self.call.kind == "chat" else self._completions_parts
         events: list[bytes] = []
         for delta in deltas:
-            choice = self.choice(number, delta)
-            events += [self._chunk(part) for part in parts(choice, choice.take(delta), delta)]
+            choice, piece = self.read(number, delta)
+            events += [self._chunk(part) for part in parts(choice, piece, delta)]
         return b"".join(events)
 
     def end(self) -> bytes:

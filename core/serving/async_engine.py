@@ -78,7 +78,7 @@ class Answer:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         news, self._news = self._news, {}
-        self.finished = self._ended
+        self.finished = self._ended and self._error is None  # an error comes behind what came before it
         return list(news.values())
 
     def abort(self) -> None:
@@ -332,6 +332,8 @@ class AsyncEngine:
                 self._ready.set_result(message)
         else:
             self._failed = message
+            if self._loop is not None:  # it ends by itself now, unless something in it hangs
+                self._loop.call_later(_PATIENCE, self.kill)
 
     def _take_report(self, report: messages.Report, woken: dict[int, Answer]) -> None:
         self.load = report.load

@@ -39,6 +39,7 @@ class CallRecord:
     def begin(self, answer: Answer, eos_token_ids: frozenset[int]) -> None:
         """The call is in the engine."""
         self._answer, self._stream, self._eos = answer, answer.call.stream, eos_token_ids
+        self._label = answer.call.label  # it may have come within the body
 
     def take(self, number: int, deltas: Sequence[OutputDelta]) -> None:
         """News of the prompt `number`, as they come."""

@@ -22,8 +22,6 @@ from hookline.serving.validated import ValidatedCall
 
 # How long a stream's head waits for the first news: what the engine refuses at once still gets a status of its own.
 _HEAD_SECONDS = 1.0
-# Bodies beyond this are checked in a thread, for the time that their tokenising takes.
-_LARGE_BODY = 32 * 2**10
 
 Validate = Callable[[ServedModel, Mapping[str, Any], str], ValidatedCall]
 
@@ -85,13 +83,9 @@ class CallResponse(Response):
 
     async def _read(self, served: ServedModel) -> ValidatedCall:
         request = self._request
-        body = await read_json(request, self._front.config.limits)
         salt = str(request.scope.get("state", {}).get("cache_salt", ""))
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) <= _LARGE_BODY:
-            call = self._validate(served, body, salt)
-        else:
-            call = await asyncio.to_thread(self._validate, served, body, salt)
+        limits = self._front.config.limits
+        call = await read_json(request, limits, lambda body: self._validate(served, body, salt))
         label = request.headers.get("x-request-id")
         return call if label is None else dataclasses.replace(call, label=label)
 

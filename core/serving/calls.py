@@ -249,12 +249,15 @@ async def compile_grammars(call: ValidatedCall, grammars: GrammarCompiler) -> di
     """The compiled grammar of each constraint of a call; nothing of it waits in the engine meanwhile.
 
     Raises:
-        InvalidRequestError: as `GrammarCompiler.compile`.
+        InvalidRequestError: as `GrammarCompiler.compile`, of the field that the client sent.
         ApiError: 503, if the compiler's own process does not work.
     """
     specs = {prompt.grammar for prompt in call.prompts if prompt.grammar is not None}
     try:
         return {spec: await grammars.compile(spec) for spec in specs}
+    except InvalidRequestError as error:
+        field = call.grammar_field or error.field
+        raise InvalidRequestError(error.message, field=field, hint=error.hint) from error
     except ServerError as error:
         _log.error("no grammar could be compiled: %s", error)
         raise ApiError(

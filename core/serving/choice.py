@@ -48,7 +48,7 @@ class Choice:
         call: what the client wants.
 
     Attributes:
-        tokens, reasoning_tokens: so far; exact where one token ends the reasoning, else to a delta.
+        tokens, reasoning_tokens: so far; exact where one token ends the reasoning, else to a token or two.
         finish_reason: as OpenAI spells it, with the last delta; None before.
         stop_reason: the stop string or stop token id that ended it; None for the model's own end.
     """
@@ -65,8 +65,7 @@ class Choice:
         self._called = False
         if call.kind == "chat" and context.reasoning_format is not None and call.reasoning != "content":
             self._reasoning = context.reasoning_format.parser(call.starts_in_reasoning)
-            end = context.texts.find(context.reasoning_format.end)
-            self._counter = _ReasoningCounter(call.starts_in_reasoning, end)
+            self._counter = _ReasoningCounter(call.starts_in_reasoning, context.reasoning_format.end, context)
         if call.tools is not None and context.tool_format is not None:
             self._tools = context.tool_format.parser(call.tools.tools)
 
@@ -106,7 +105,7 @@ class Choice:
         if ends:
             more, after = parser.flush()
             reasoning, rest = reasoning + more, rest + after
-        self._counter.take(token_ids, bool(reasoning), bool(rest))
+        self._counter.take(token_ids, reasoning, rest)
         return (reasoning if self.separates_reasoning else ""), rest
 
     def _read_tools(self, text: str, ends: bool) -> tuple[str, list[ToolCallDelta]]:
@@ -154,19 +153,20 @@ class _ReasoningCounter:
 
     Args:
         inside: whether the answer begins inside reasoning.
-        end: the token that ends it, where that is one token.
+        end: the text that ends it, mostly of one token.
     """
 
-    def __init__(self, inside: bool, end: int | None) -> None:
+    def __init__(self, inside: bool, end: str, context: AnswerContext) -> None:
         self.count = 0
         self._inside = inside
-        self._end = end
+        self._end = context.texts.find(end)
+        self._context = context
         self._unsure = list[int]()  # tokens whose text is held back, or only part of a character
 
-    def take(self, token_ids: Sequence[int], reasoning: bool, rest: bool) -> None:
-        """Tokens, and of what kind the text was that came with them."""
+    def take(self, token_ids: Sequence[int], reasoning: str, rest: str) -> None:
+        """Tokens, and the text that came with them."""
         self._unsure += token_ids
-        self._inside = self._inside or reasoning
+        self._inside = self._inside or bool(reasoning)
         if not (reasoning or rest):
             return
         if not rest:
@@ -175,6 +175,15 @@ class _ReasoningCounter:
             self._inside = False
             if self._end in self._unsure:
                 self.count += self._unsure.index(self._end) + 1
-            elif reasoning:
-                self.count += max(1, len(self._unsure) - 1)
+            else:
+                self.count += self._tokens_before(len(rest))
         self._unsure.clear()
+
+    def _tokens_before(self, chars: int) -> int:
+        """How many of the tokens come before those of the last characters."""
+        place = len(self._unsure)
+        while place and chars > 0:
+            place -= 1
+            token_id = self._unsure[place]
+            chars -= 0 if token_id in self._context.eos_token_ids else self._context.texts[token_id].chars
+        return place

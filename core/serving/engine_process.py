@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ BEAT = 1.0
 _MOST_WAITING = 10_000
 # Seconds between looks at whether the parent is there, and whether those that are held can go on.
 _LOOK_AGAIN, _LOOK_SOON = 0.5, 0.02
+# Seconds of a turn that go into taking requests; then those that run have their step, however many more there are.
+_MOST_TAKING = 0.05
 
 
 class Channel:
@@ -59,12 +62,16 @@ class Channel:
         """Says something to the parent."""
         self._socket.send(self._encoder.encode(message))
 
-    def receive(self, seconds: float) -> list[messages.ToEngine]:
-        """What the parent has said; waits so long for a first message."""
-        found: list[messages.ToEngine] = []
-        while self._socket.poll(int(seconds * 1000) if not found else 0, zmq.POLLIN):
-            found.append(self._decoder.decode(self._socket.recv()))
-        return found
+    def receive(self, seconds: float) -> Iterator[messages.ToEngine]:
+        """What the parent has said; waits so long for a first message.
+
+        What has not been taken after a while is left for the next call, so that the engine goes on meanwhile.
+        """
+        if self._socket.poll(int(seconds * 1000), zmq.POLLIN):
+            deadline = time.monotonic() + _MOST_TAKING
+            yield self._decoder.decode(self._socket.recv())
+            while time.monotonic() < deadline and self._socket.poll(0, zmq.POLLIN):
+                yield self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
         """Sends what is left to send, for two seconds at most."""
@@ -103,9 +110,9 @@ class EngineLoop:
         for command in self._channel.receive(wait):
             self._take(command)
         if self._held and self._knows_grammars():
-            held, self._held = self._held, []
-            for submit in held:
-                self._submit(submit)
+            deadline = time.monotonic() + _MOST_TAKING
+            while self._held and time.monotonic() < deadline:
+                self._submit(self._held.pop(0))
         started, deltas = list[str](), list[OutputDelta]()
         if self._engine.has_work:
             started, deltas = self._step()
@@ -228,9 +235,8 @@ def facts(engine: Engine) -> messages.Facts:
 def start(channel: Channel) -> Engine:
     """The engine that the parent's first message asks for, with what it does said on the way."""
     channel.send(messages.Stage(messages.CONNECTED))
-    while not (commands := channel.receive(BEAT)):
+    while (command := next(channel.receive(BEAT), None)) is None:
         continue
-    command = commands[0]
     if not isinstance(command, messages.Start):
         raise HooklineError(f"the first message is {type(command).__name__}; Start was expected")
     channel.send(messages.Stage("importing"))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 
 import msgspec
 
-from hookline.errors import InvalidRequestError, ServerError
+from hookline.errors import InvalidRequestError, PluginError, ServerError
 from hookline.grammar import GrammarSpec
 from hookline.serving.grammar_worker import Answer, Compile, Compiled, Ready, Setup, frame, longest_wait
 from hookline.serving.limits import Limits
 from hookline.serving.messages import Facts
 from hookline.structured_output import refusal
 
+_BACKEND = "xgrammar"
 # Of the kept grammars' bytes, how much one may have: the engine reads it between two steps.
 _SHARE_OF_ONE = 16
 # Seconds until the process must have its vocabulary ready, and that its answer may be on its way.
@@ -31,15 +35,25 @@ class GrammarCompiler:
     Args:
         facts: the model's vocabulary.
         limits: time, memory and size of one grammar, and the bytes of those that are kept.
+
+    Raises:
+        PluginError: if the architecture's record asks for another backend than there is.
     """
 
     def __init__(self, facts: Facts, limits: Limits) -> None:
+        if facts.structured_output_backend not in ("", _BACKEND):
+            raise PluginError(
+                f"{facts.plugin} has structured_output_backend={facts.structured_output_backend!r:.80} in its record",
+                hint=f"The backend that there is, is {_BACKEND!r}.",
+            )
         self._facts = facts
         self._limits = limits
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._kept: OrderedDict[GrammarSpec, bytes] = OrderedDict()
         self._running: dict[GrammarSpec, asyncio.Task[bytes]] = {}
+        self._askers: dict[GrammarSpec, int] = {}  # how many wait for each of `_running`
+        self._at_work: GrammarSpec | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -59,7 +73,8 @@ class GrammarCompiler:
     async def compile(self, spec: GrammarSpec) -> bytes:
         """See `structured_output.compile_grammar` and `CompiledGrammar.to_bytes`.
 
-        Who is cancelled while it waits leaves the others who ask for the same alone.
+        Who is cancelled while it waits leaves the others who ask for the same alone. What nobody waits for any more
+        is not begun: else who asks and leaves, again and again, would keep all others waiting for hours.
 
         Raises:
             InvalidRequestError: if the grammar is unsound or takes more than the limits allow.
@@ -73,7 +88,13 @@ class GrammarCompiler:
         if task is None:
             task = self._running[spec] = asyncio.create_task(self._compile(spec))
             task.add_done_callback(lambda done: self._take(spec, done))
-        return await asyncio.shield(task)
+            self._askers[spec] = 0
+        self._askers[spec] += 1
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._leave(spec, task)
+            raise
 
     async def close(self) -> None:
         """Ends the process, and all who wait with an error."""
@@ -83,9 +104,18 @@ class GrammarCompiler:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._kill()
 
+    def _leave(self, spec: GrammarSpec, task: asyncio.Task[bytes]) -> None:
+        if self._running.get(spec) is not task:
+            return
+        self._askers[spec] -= 1
+        if not self._askers[spec] and spec != self._at_work:
+            del self._running[spec], self._askers[spec]
+            task.cancel()
+
     def _take(self, spec: GrammarSpec, task: asyncio.Task[bytes]) -> None:
         """Keeps a grammar, and lets go those that nobody has asked for longest."""
-        del self._running[spec]
+        if self._running.get(spec) is task:
+            del self._running[spec], self._askers[spec]
         if task.cancelled() or task.exception() is not None:
             return
         self._kept[spec] = task.result()
@@ -96,6 +126,7 @@ class GrammarCompiler:
 
     async def _compile(self, spec: GrammarSpec) -> bytes:
         async with self._turn:
+            self._at_work = spec
             process = await self._ready()
             wait = longest_wait(self._limits.grammar_seconds) + _GRACE_SECONDS
             try:
@@ -151,7 +182,8 @@ class GrammarCompiler:
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its fork too, which would go on for seconds
             await process.wait()
 
 

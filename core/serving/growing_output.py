@@ -35,12 +35,14 @@ class GrowingOutput:
             prompts = delta.prompt_logprobs
             report = dataclasses.replace(
                 report,
-                finished=delta.timing is not None,
+                finished=report.finished or delta.timing is not None,
                 timing=delta.timing or report.timing,
                 prompt_logprobs=report.prompt_logprobs if prompts is None else tuple(prompts),
                 error=report.error or delta.error,
-                usage=dataclasses.replace(report.usage, cached_tokens=delta.cached_tokens),
             )
+            if not delta.index:  # what the others find in the cache may be their own sibling's
+                usage = dataclasses.replace(report.usage, cached_tokens=delta.cached_tokens)
+                report = dataclasses.replace(report, usage=usage)
         made = sum(len(output.token_ids) for output in self._outputs)
         usage = dataclasses.replace(report.usage, completion_tokens=made)
         self._report = dataclasses.replace(report, outputs=tuple(self._outputs), usage=usage)

@@ -11,7 +11,8 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -22,7 +23,7 @@ from hookline.serving.api_errors import ApiError
 from hookline.serving.limits import Limits
 from hookline.serving.server_config import ServerConfig
 
-OPEN_PATHS = frozenset({b"/", b"/health", b"/livez", b"/readyz", b"/startup"})
+OPEN_PATHS = frozenset({b"/", b"/health", b"/livez", b"/ping", b"/readyz", b"/startup"})
 METRICS_PATH = b"/metrics"
 
 # Sent with every answer, the refusals of the wire included.
@@ -36,10 +37,13 @@ SECURITY_HEADERS = (
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # Lists and objects of one body. No call needs so many, and each costs far more memory than its two bytes of text.
 _MOST_CONTAINERS = 100_000
-# Bodies beyond this are read in a thread, so that others go on meanwhile.
-_LARGE_BODY = 64 * 2**10
+# Bodies beyond this are read and worked on in a thread, so that others go on meanwhile.
+_LARGE_BODY = 32 * 2**10
 # A string with what may make it a key, or a bracket. The string's end may be missing: so no start is tried twice.
 _TOKEN = re.compile(rb'("(?:[^"\\]++|\\.)*+"?)(?:[ \t\r\n]*+(:))?|([\[{])|([\]}])', re.DOTALL)
+
+
+Result = TypeVar("Result")
 
 
 class Guards:
@@ -113,13 +117,19 @@ def _check_kind(scope: Scope) -> None:
         raise ApiError(415, "The body is compressed. Send it as it is, without Content-Encoding.")
 
 
-async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
-    """A request's body as a JSON object. How long it may take to come is the connection's matter: see `protocol`.
+async def read_json(request: Request, limits: Limits, work: Callable[[dict[str, Any]], Result]) -> Result:
+    """What `work` makes of a request's body, a JSON object: in a thread if it is large, as parsing and tokenizing take.
+
+    How long the body may take to come is the connection's matter: see `protocol`.
 
     Raises:
-        ApiError: 413 if it is too large, 400 if it is no JSON object, nested too deep, or names a key twice.
+        ApiError: 413 if it is too large, 400 if it is no JSON object, nested too deep, or names a key twice; as `work`.
         ClientDisconnect: if the client has gone.
     """
+
+    def read(data: bytes) -> Result:
+        return work(parse_object(data, limits.json_depth))
+
     most = limits.body_bytes
     told = request.headers.get("content-length", "")
     if told.isdecimal() and int(told) > most:
@@ -129,9 +139,7 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
         body += part
         if len(body) > most:
             raise _too_large(most)
-    if len(body) > _LARGE_BODY:
-        return await asyncio.to_thread(parse_object, bytes(body), limits.json_depth)
-    return parse_object(bytes(body), limits.json_depth)
+    return await asyncio.to_thread(read, bytes(body)) if len(body) > _LARGE_BODY else read(bytes(body))
 
 
 def parse_object(body: bytes, depth: int) -> dict[str, Any]:
@@ -235,7 +243,7 @@ def is_loopback(host: str) -> bool:
 def _bracketed(host: str) -> str:
     """As the header has it, without a port."""
     host = host.lower()
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else _without_port(host)
 
 
 def _without_port(host: str) -> str:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 from hookline.errors import UsageError
 
 _MOST = 2**40
+# Of a time, which would otherwise be over before anything could happen: a stream would be comments without a pause.
+_LEAST_SECONDS = 0.001
+_MAY_BE_ZERO = ("drain_seconds", "waiting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,7 @@ class Limits:
         json_depth: how deep lists and objects of a body may be nested.
         n: answers to one prompt.
         prompts: of one call to `/v1/completions`.
+        prompt_logprobs: log probabilities in one answer of all its prompts' tokens, each with its likeliest.
         messages: of one conversation.
         tools: of one call.
         schema_bytes, schema_depth, schema_nodes: of a JSON schema, regular expression or grammar.
@@ -41,6 +45,7 @@ class Limits:
     json_depth: int = 64
     n: int = 16
     prompts: int = 256
+    prompt_logprobs: int = 2**19
     messages: int = 2048
     tools: int = 128
     schema_bytes: int = 64 * 2**10
@@ -65,7 +70,7 @@ class Limits:
             value: object = getattr(self, entry.name)
             is_seconds = entry.name.endswith("_seconds")
             right = isinstance(value, int | float) if is_seconds else type(value) is int
-            low = 0 if is_seconds or entry.name == "waiting" else 1
+            low: float = 0 if entry.name in _MAY_BE_ZERO else _LEAST_SECONDS if is_seconds else 1
             if not right or isinstance(value, bool) or not low <= value <= _MOST:  # type: ignore[operator]
                 kind = "a number of seconds" if is_seconds else "a whole number"
                 raise UsageError(f"the limit {entry.name} is {value!r:.80}", hint=f"Give {kind} of at least {low}.")

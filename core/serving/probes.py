@@ -26,7 +26,7 @@ _STATUS = {
 }
 _LOAD = {
     "type": "object",
-    "properties": {name: {"type": "integer"} for name in ("running", "waiting", "used_blocks")},
+    "properties": {name: {"type": "integer"} for name in ("server_load", "running", "waiting", "used_blocks")},
 }
 
 
@@ -64,9 +64,10 @@ def make_router(lifecycle: Lifecycle, load: Callable[[], Load]) -> APIRouter:
         return _answer(lifecycle, 503 if lifecycle.state in ("starting", "dead") else 200)
 
     async def show_load(request: Request) -> Response:
-        """How much runs and waits."""
+        """How much runs and waits; `server_load`, which routers read, is both together."""
         found = load()
-        shown = {"running": found.running, "waiting": found.waiting, "used_blocks": found.used_blocks}
+        shown = {"server_load": found.running + found.waiting, "running": found.running, "waiting": found.waiting}
+        shown["used_blocks"] = found.used_blocks
         return _json(shown, 200)
 
     def add(route: Callable[[Request], Awaitable[Response]], paths: str, responses: Mapping[int | str, Any]) -> None:

@@ -104,8 +104,9 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
     def add(path: str, body: type[Body], answer: str, work: Callable[[Any, Validator], object]) -> None:
         async def route(request: Request) -> Response:
             served = front.known_model()
-            data = await read_json(request, front.config.limits)
-            return json_response(work(body.parse(data), served.validator))
+            return await read_json(
+                request, front.config.limits, lambda data: json_response(work(body.parse(data), served.validator))
+            )
 
         router.add_api_route(
             path, route, methods=["POST"], name=path[1:], openapi_extra=takes(body),

@@ -32,6 +32,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TemplateValue = (
     Annotated[str, Field(max_length=1024)] | bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | None
 )
+TemplateValues = Annotated[dict[str, TemplateValue], Field(max_length=32), at_most(32)]
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}}
 # A prompt may hold millions of ids, which are looked at once, by the encoder.
 PromptField = Annotated[
@@ -129,7 +130,7 @@ class ChatBody(GenerationFields):
     )
     include_reasoning: bool | None = Field(True, description="False leaves reasoning out of the answer.")
     separate_reasoning: bool | None = Field(True, description="False leaves reasoning within the content.")
-    chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(max_length=32), at_most(32)] | None = Field(
+    chat_template_kwargs: TemplateValues | None = Field(
         None, description="Variables that the model's chat template reads, such as `enable_thinking`."
     )
     add_generation_prompt: bool | None = Field(True, description="End the prompt with what opens the answer.")
@@ -154,6 +155,7 @@ class TokenizeBody(Body):
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(True, description="Of a prompt: with the tokens put around it (BOS).")
     add_generation_prompt: bool | None = Field(True, description="Of messages.")
+    chat_template_kwargs: TemplateValues | None = Field(None, description="Of messages, as in a chat.")
     return_token_strs: bool | None = Field(False, description="Report each token's text too.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hookline.errors import ServerError
 from hookline.plugins import PluginRegistry
@@ -138,15 +138,16 @@ class _Server:
         self.metrics.set_facts(facts)
         for name, seconds in self.lifecycle.stage_seconds.items():
             self.metrics.stage(name, seconds)
-        return ready_text(facts, url, sum(self.lifecycle.stage_seconds.values()))
+        return ready_text(facts, url, self.lifecycle.stage_seconds)
 
 
-def ready_text(facts: Facts, url: str, seconds: float) -> str:
+def ready_text(facts: Facts, url: str, stage_seconds: Mapping[str, float]) -> str:
     """What the operator is told when requests are served."""
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stage_seconds.items())
     tokens = facts.num_blocks * facts.block_size
     return (
         f"{facts.name} ({facts.architecture} by {facts.plugin}) on {facts.device} in {facts.dtype}, "
-        f"ready after {seconds:.1f} s.\n"
+        f"ready after {sum(stage_seconds.values()):.1f} s ({stages}).\n"
         f"Context {facts.max_model_len:,} tokens; cache {facts.num_blocks:,} blocks of {facts.block_size}, "
         f"{tokens:,} tokens in all; {facts.max_running:,} requests and {facts.max_batch_tokens:,} tokens a step.\n"
         f"Serving on {url}"

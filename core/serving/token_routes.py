@@ -31,9 +31,13 @@ def tokenize(body: TokenizeBody, validator: Validator) -> dict[str, Any]:
     if body.messages is not None:
         tools = template_tools(checked_tools(body.tools or (), limits))
         add_generation_prompt = body.add_generation_prompt is not False
-        ids = validator.prompts.encode_chat(body.messages, tools, add_generation_prompt=add_generation_prompt)
-    elif body.tools:
-        raise ApiError(400, "tools go with messages, not with a prompt.", param="tools")
+        variables = validator.prompts.template_variables(body.chat_template_kwargs or {}, None)
+        ids = validator.prompts.encode_chat(
+            body.messages, tools, variables, add_generation_prompt=add_generation_prompt
+        )
+    elif body.tools or body.chat_template_kwargs:
+        name = "tools" if body.tools else "chat_template_kwargs"
+        raise ApiError(400, f"{name} goes with messages, not with a prompt.", param=name)
     else:
         text = body.prompt or ""
         special = tokenizer.find_token(text) if text in tokenizer.special_tokens.values() else None

@@ -75,7 +75,7 @@ class Validator:
             raise ApiError(400, f"{name} is 0; it must be at least 1.", param=name)
         parallel = body.parallel_tool_calls is not False
         tools = tool_use(body.tools or (), body.tool_choice, parallel, self._tool_format, self.config.limits)
-        grammar = self._chat_grammar(body, tools)
+        grammar, grammar_field = self._chat_grammar(body, tools)
         variables = self.prompts.template_variables(body.chat_template_kwargs or {}, body.reasoning_effort)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = sampling_params(body, self.config.limits, logprobs=logprobs, **self._visible(body, tools))
@@ -94,6 +94,7 @@ class Validator:
             grammar=grammar,
             grammar_after=self._end_of_reasoning() if grammar is not None and inside else None,
         )
+        self._check_reported([request])
         return ValidatedCall(
             kind="chat",
             model=model,
@@ -102,8 +103,17 @@ class Validator:
             tools=tools,
             reasoning=self._reasoning(body),
             starts_in_reasoning=inside,
+            grammar_field=grammar_field,
             **_answer_fields(body),
         )
+
+    def _check_reported(self, requests: Sequence[ValidatedRequest]) -> None:
+        """Refuses an answer with too many log probabilities of prompts: each takes memory until it is sent."""
+        most, tops = self.config.limits.prompt_logprobs, requests[0].params.prompt_logprobs
+        total = 0 if tops is None else (tops + 1) * sum(len(request.token_ids) for request in requests)
+        if total > most:
+            what = f"The prompts have {total:,} log probabilities to report; at most {most:,} go into one answer."
+            raise ApiError(400, f"{what} Ask for fewer of each, or for fewer prompts.", param="prompt_logprobs")
 
     def completions(self, body: CompletionsBody, salt: str) -> ValidatedCall:
         """What a body of `/v1/completions` asks for. See `chat`.
@@ -115,7 +125,7 @@ class Validator:
         echo, max_tokens = bool(body.echo), body.max_tokens
         if max_tokens == 0 and not echo:
             raise ApiError(400, "max_tokens is 0; it must be at least 1, or echo true.", param="max_tokens")
-        grammar, _ = requested_grammar(body, self.config.limits)
+        grammar, grammar_field = requested_grammar(body, self.config.limits)
         reported = [count for count in (body.prompt_logprobs, body.logprobs if echo else None) if count is not None]
         params = sampling_params(
             body, self.config.limits, logprobs=body.logprobs, prompt_logprobs=max(reported, default=None)
@@ -134,6 +144,7 @@ class Validator:
                     grammar=grammar,
                 )
             )
+        self._check_reported(requests)
         return ValidatedCall(
             kind="completions",
             model=model,
@@ -142,6 +153,7 @@ class Validator:
             prompt_only=max_tokens == 0,
             logprobs=body.logprobs is not None,
             reasoning="content",
+            grammar_field=grammar_field,
             **_answer_fields(body),
         )
 
@@ -167,6 +179,9 @@ class Validator:
         model = self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
+        if body.prompt_logprobs is not None and body.stream:
+            what = "prompt_logprobs needs stream to be false: chunks have no place for them."
+            raise ApiError(400, what, param="prompt_logprobs")
         if body.truncate_prompt_tokens == 0:
             what = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what the context takes."
             raise ApiError(400, what, param="truncate_prompt_tokens")
@@ -174,22 +189,23 @@ class Validator:
             raise ApiError(400, f"request_id is longer than {most} characters.", param="request_id")
         return model
 
-    def _chat_grammar(self, body: ChatBody, tools: ToolUse | None) -> GrammarSpec | None:
+    def _chat_grammar(self, body: ChatBody, tools: ToolUse | None) -> tuple[GrammarSpec | None, str]:
+        """The constraint of the answer, and the field that it comes from."""
         grammar, param = requested_grammar(body, self.config.limits)
         if tools is None:
-            return grammar
+            return grammar, param
         if grammar is not None:
             # It would bind the whole answer, so that no tool could be called.
             what = f'{param} and tools bind the same answer. Give tool_choice "none", or leave {param} out.'
             raise ApiError(400, what, param=param)
         if tools.choice == "auto" or self._tool_format is None:
-            return None
+            return None, ""
         name = None if tools.choice == "required" else tools.choice
         forced = self._tool_format.constraint(tools.tools, name, tools.parallel)
         if forced is None:
             what = 'this model\'s tool calls cannot be forced. Give tool_choice "auto".'
             raise ApiError(400, f"tool_choice asks for a call, but {what}", param="tool_choice")
-        return forced
+        return forced, "tools"
 
     def _reasoning(self, body: ChatBody) -> Literal["separate", "drop", "content"]:
         if self._reasoning_format is None or body.separate_reasoning is False:

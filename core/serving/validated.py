@@ -65,6 +65,7 @@ class ValidatedCall:
         tools: None where no tool may be called.
         reasoning: `separate` gives it in fields of its own, `drop` leaves it out, `content` leaves it in the text.
         starts_in_reasoning: whether the answer begins inside reasoning.
+        grammar_field: the client's field that the prompts' grammar comes from, for errors; "" where there is none.
         label: the client's own id of the request, for logs alone.
     """
 
@@ -82,4 +83,5 @@ class ValidatedCall:
     tools: ToolUse | None = None
     reasoning: Literal["separate", "drop", "content"] = "separate"
     starts_in_reasoning: bool = False
+    grammar_field: str = ""
     label: str = ""

@@ -100,6 +100,7 @@ def test_keys_come_from_the_environment_too(taken: list[ServerConfig], monkeypat
         (("a", "--api-key-file", os.devnull), "has no key"),
         (("a", "--max-body", "much"), "--max-body"),
         (("a", "--max-n", "0"), "the limit n is 0"),
+        (("a", "--ping-seconds", "0"), "the limit ping_seconds is 0.0"),
         (("a", "--queue-seconds", "-1"), "queue_seconds"),
         (("a", "--queue-seconds", "nan"), "queue_seconds"),
         (("a", "--metrics-prefix", "a b"), "metrics_prefix"),
@@ -143,7 +144,8 @@ def test_ready_text() -> None:
         vocab_size=8, max_model_len=4096, block_size=16, num_blocks=1024, max_running=64, max_batch_tokens=2048,
         prefix_caching=True, eos_token_ids=[], special_tokens={},
     )  # fmt: skip
-    text = server.ready_text(facts, "http://127.0.0.1:8000", 1.25)
+    text = server.ready_text(facts, "http://127.0.0.1:8000", {"importing": 1.0, "loading": 0.3})
+    assert "ready after 1.3 s (importing 1.0 s, loading 0.3 s)" in text
     for part in ("tiny", "hookline-tiny 1.0", "cpu", "float32", "4,096", "1,024", "16,384", "http://127.0.0.1:8000"):
         assert part in text
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hookline.parsers.think import ThinkFormat
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import OutputDelta
 from hookline.serving.answers import StreamedAnswer, WholeAnswer
@@ -89,6 +90,18 @@ def test_continuous_usage_counts_up(context: AnswerContext) -> None:
     call = make_call("completions", include_usage=True, continuous_usage=True)
     chunks = streamed(call, context, delta("Hi"), delta("!", "stop"))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [2, 3, 3]
+
+
+def test_continuous_usage_is_of_all_choices(context: AnswerContext) -> None:
+    call = make_call("completions", params={"n": 2}, include_usage=True, continuous_usage=True)
+    chunks = streamed(call, context, delta("Hi"), delta("abc", "stop", index=1), delta("!", "stop"))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [2, 5, 6, 6]
+
+
+def test_what_a_continuation_finds_of_its_sibling_was_not_cached_before(context: AnswerContext) -> None:
+    deltas = [delta("a", "stop"), delta("b", "stop", index=1, cached_tokens=2)]
+    answer = whole(make_call(params={"n": 2}), context, *deltas)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_prompts_and_continuations_have_their_index(context: AnswerContext) -> None:
@@ -221,6 +234,17 @@ def test_reasoning_stands_under_both_names_and_is_counted(thinking: AnswerContex
     assert [entry.get("reasoning_content") for entry in deltas] == [None, "hm", "m", None, None, None]
     assert [entry.get("content") for entry in deltas] == ["", None, None, "a", "b", None]
     assert chunks[-1]["usage"] == answer["usage"]
+
+
+@pytest.mark.parametrize("pieces", [["hm</think>ok"], ["h", "m</th", "ink>o", "k"], ["hm", "</think>", "ok"]])
+def test_reasoning_that_no_single_token_ends_is_counted_too(tokenizer: Tokenizer, pieces: list[str]) -> None:
+    context = AnswerContext(TokenTexts(tokenizer), frozenset({EOS}), None, ThinkFormat())
+    end: dict[str, Any] = {"finish": "stop", "stop_reason": EOS}
+    parts = [delta(text, token_ids=tokenizer.encode(text)) for text in pieces] + [delta(token_ids=[EOS], **end)]
+    joined = [delta("".join(pieces), token_ids=[*tokenizer.encode("".join(pieces)), EOS], **end)]
+    for deltas in (parts, joined):
+        usage = whole(make_call(starts_in_reasoning=True), context, *deltas)["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": len("hm</think>")}
 
 
 @pytest.mark.parametrize(("mode", "content"), [("drop", "ab"), ("content", "hm*ab")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from hookline.scheduling.output import OutputDelta
 from hookline.serving.validated import ValidatedRequest
 from hookline.tokenizer import Tokenizer
-from tests.serving.fakes import Reply, Rig, delta, make_tokenizer
+from tests.serving.fakes import PATIENCE, Reply, Rig, delta, make_tokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -138,6 +139,30 @@ def test_large_bodies_are_checked_too(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer, hello)
     reply = post(rig, "/v1/completions", {"prompt": "x" * 100_000})
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_nobody_waits_for_a_large_text_of_another(
+    tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, encode = threading.Event(), threading.Event(), tokenizer.encode
+
+    def slow(text: str, *options: Any, **others: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(PATIENCE / 2), "nothing else was served meanwhile"
+        return encode(text, *options, **others)
+
+    async def run() -> Reply:
+        rig = Rig(tokenizer, hello)
+        monkeypatch.setattr(tokenizer, "encode", slow)
+        async with rig.call(path, {"prompt": "x" * 50_000}) as reply:
+            await asyncio.to_thread(begun.wait, PATIENCE)
+            assert (await rig.get("/livez")).status == 200
+            go_on.set()
+            await reply.done()
+        return reply
+
+    assert asyncio.run(run()).status == (200 if path == "/tokenize" else 400)
 
 
 def test_the_openapi_document_describes_bodies_answers_and_errors(tokenizer: Tokenizer) -> None:

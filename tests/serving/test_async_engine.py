@@ -11,12 +11,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hookline import AsyncEngine, Engine, EngineConfig, SamplingParams
 from hookline.errors import HooklineError, InvalidRequestError, ServerError
 from hookline.scheduling.output import OutputDelta, RequestOutput, Timing
 from hookline.serving.async_engine import Answer
+from hookline.serving.growing_output import GrowingOutput
 from hookline.serving.validated import ValidatedRequest
 
 Body = Callable[[AsyncEngine], Coroutine[Any, Any, Any]]
@@ -134,6 +136,28 @@ def test_what_keeps_it_from_starting_is_told_with_its_exit_code(tmp_path: Path) 
         run(config_of(tmp_path), body, command=(sys.executable, "-c", "import sys; sys.exit(7)"))
 
 
+def test_one_that_says_it_failed_and_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hookline.serving.async_engine._PATIENCE", 0.1)
+    code = (
+        "import sys, time, zmq\n"
+        "from hookline.serving import messages\n"
+        "socket = zmq.Context().socket(zmq.PAIR)\n"
+        "socket.connect(f'ipc://{sys.argv[1]}')\n"
+        "encode = messages.encoder().encode\n"
+        "socket.send(encode(messages.Stage('connected')))\n"
+        "socket.recv()\n"
+        "socket.send(encode(messages.Failed('no room', exit_code=4)))\n"
+        "time.sleep(600)\n"
+    )
+
+    async def start() -> None:
+        await asyncio.wait_for(AsyncEngine(config_of(tmp_path), command=(sys.executable, "-c", code)).start(), 60)
+
+    with pytest.raises(HooklineError, match="no room") as caught:
+        asyncio.run(start())
+    assert caught.value.exit_code == 4
+
+
 def test_nothing_is_left_behind(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pids: list[int] = []
@@ -143,6 +167,7 @@ def test_nothing_is_left_behind(tiny_llama: Path, tmp_path: Path, monkeypatch: p
         pids.append(engine._process.pid)
         (folder,) = tmp_path.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
+        assert psutil.Process(pids[0]).net_connections("inet") == []  # it speaks by that folder's socket alone
 
     run(config_of(tiny_llama), body)
     assert not list(tmp_path.iterdir())
@@ -180,3 +205,26 @@ def test_deltas_that_come_before_they_are_read_are_joined() -> None:
             await answer.deltas()
 
     asyncio.run(body())
+
+
+def test_an_error_comes_behind_news_that_nobody_had_read() -> None:
+    async def body() -> None:
+        answer = Answer(1, None)  # type: ignore[arg-type]
+        answer.take(OutputDelta("r", 0, "a", [1]))
+        answer.fail(ServerError("the engine has ended"))
+        assert [delta.text for delta in await answer.deltas()] == ["a"]
+        assert not answer.finished  # who stopped here would take a piece for the whole
+        with pytest.raises(ServerError):
+            await answer.deltas()
+        assert answer.finished
+
+    asyncio.run(body())
+
+
+def test_whole_reports_are_made_of_deltas_in_any_order() -> None:
+    growing = GrowingOutput("request-1", None, (1, 2), SamplingParams(n=2))
+    last = OutputDelta("r", 1, "b", [2], finish_reason="stop", cached_tokens=1, timing=Timing(total=3.0))
+    report = growing.take([last, OutputDelta("r", 0, "a", [1], finish_reason="stop")])
+    assert report.finished and report.timing.total == 3.0
+    assert [output.text for output in report.outputs] == ["a", "b"]
+    assert (report.usage.completion_tokens, report.usage.cached_tokens) == (2, 0)  # as `Engine`: of the first

@@ -122,9 +122,14 @@ def test_who_leaves_while_a_grammar_is_compiled_submits_nothing(tokenizer: Token
 def test_a_grammar_that_does_not_compile_is_the_clients_fault(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     rig.grammars.error = InvalidRequestError("too complex", field="response_format")
-    reply = post(rig, JSON_BODY)
-    assert (reply.status, reply.error["param"]) == (400, "response_format")
-    assert rig.metrics.reasons == ["invalid"]
+    for fields, param in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
+        ({"guided_json": {}}, "guided_json"),
+    ):
+        reply = post(rig, BODY | fields)
+        assert (reply.status, reply.error["param"]) == (400, param)
+    assert rig.metrics.reasons == ["invalid"] * 3
 
 
 def test_a_compiler_that_does_not_work_is_not_the_clients_fault(tokenizer: Tokenizer) -> None:
@@ -230,6 +235,14 @@ def test_the_end_is_told_with_the_engines_times(tokenizer: Tokenizer) -> None:
     assert rig.metrics.reasons == ["length"]
     assert (end["queued"], end["prefill"], end["decode"]) == (0.5, 1.5, 3.0)
     assert (end["prompt_tokens"], end["generated"], end["n"], end["max_tokens"]) == (5, 3, 1, 3)
+
+
+def test_the_log_has_the_clients_id_wherever_it_came(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hookline.serving.call_record")
+    rig = Rig(tokenizer, hello)
+    post(rig, BODY | {"request_id": "of the body"})
+    asyncio.run(rig.post("/v1/completions", BODY | {"request_id": "b"}, headers=[("x-request-id", "of the head")]))
+    assert ["'of the body'" in caplog.messages[0], "'of the head'" in caplog.messages[1]] == [True, True]
 
 
 def test_every_call_that_came_has_ended_once(tokenizer: Tokenizer) -> None:

@@ -20,7 +20,7 @@ from hookline.grammar import GrammarSpec
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import OutputDelta
 from hookline.serving import messages
-from hookline.serving.engine_process import EngineLoop, facts
+from hookline.serving.engine_process import Channel, EngineLoop, facts
 
 
 class Wire:
@@ -184,6 +184,31 @@ def test_reports_tell_who_has_begun_and_what_a_step_took(engine: Engine) -> None
     tokens = [count for report in reports for count in report.step_tokens]
     assert max(tokens) <= 32 and sum(tokens) >= 42 + 2 * 11
     assert [report.steps for report in reports] == sorted(report.steps for report in reports)
+
+
+def test_requests_that_take_long_leave_time_for_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have come, a turn takes only so many; the others are there for the next ones, in their order."""
+    now = 0.0
+    monkeypatch.setattr("hookline.serving.engine_process.time.monotonic", lambda: now)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.bind(f"ipc://{tmp_path}/s")
+    channel = Channel(f"{tmp_path}/s")
+    try:
+        for number in range(5):
+            socket.send(messages.encoder().encode(messages.Abort(number)))
+        taken = list[list[messages.ToEngine]]()
+        while sum(map(len, taken)) < 5:
+            taken.append([])
+            for command in channel.receive(10):
+                taken[-1].append(command)
+                now += 0.03  # what it took
+        assert all(len(turn) <= 2 for turn in taken)
+        assert [command for turn in taken for command in turn] == [messages.Abort(number) for number in range(5)]
+    finally:
+        channel.close()
+        socket.close(0)
+        context.term()
 
 
 def test_messages_survive_the_wire(engine: Engine) -> None:

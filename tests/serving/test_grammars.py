@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 import torch
 
-from hookline.errors import InvalidRequestError, ServerError
+from hookline.errors import InvalidRequestError, PluginError, ServerError
 from hookline.grammar import GrammarKind, GrammarSpec
 from hookline.serving.grammars import GrammarCompiler
 from hookline.serving.limits import Limits
@@ -55,6 +55,13 @@ def serving() -> Iterator[Serving]:
     made.runner.run(made.compiler.close())
     assert process is None or process.returncode is not None
     made.runner.close()
+
+
+def test_a_plugin_that_wants_another_backend_is_refused_at_the_start() -> None:
+    for name in ("", "xgrammar"):
+        GrammarCompiler(facts(structured_output_backend=name), Limits())
+    with pytest.raises(PluginError, match="'outlines'"):
+        GrammarCompiler(facts(structured_output_backend="outlines"), Limits())
 
 
 async def outcome(compiler: GrammarCompiler, spec: GrammarSpec) -> bytes | str:
@@ -306,6 +313,33 @@ def test_who_leaves_does_not_disturb_the_others(serving: Serving) -> None:
     serving.run(use)
 
 
+def test_what_nobody_waits_for_any_more_is_not_begun(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        await compiler.start()
+        compiler._kept.clear()
+        begun, go_on, ready = list[GrammarSpec | None](), asyncio.Event(), compiler._ready
+
+        async def wait_first() -> asyncio.subprocess.Process:
+            begun.append(compiler._at_work)
+            await go_on.wait()
+            return await ready()
+
+        monkeypatch.setattr(compiler, "_ready", wait_first)
+        asked = [asyncio.create_task(compiler.compile(spec)) for spec in SMALL]
+        again = asyncio.create_task(compiler.compile(SMALL[1]))
+        await asyncio.sleep(0)
+        for task in asked[:5]:
+            task.cancel()
+        await asyncio.gather(*asked[:5], return_exceptions=True)
+        anew = asyncio.create_task(compiler.compile(SMALL[2]))  # after the one before it was given up
+        go_on.set()
+        assert all(await asyncio.gather(again, asked[5], anew))
+        assert begun == [SMALL[0], SMALL[1], SMALL[5], SMALL[2]]
+        assert not compiler._running and not compiler._askers
+
+    serving.run(use)
+
+
 def test_a_process_that_is_gone_is_started_anew(serving: Serving) -> None:
     """Whoever waits for it is refused; the next is served."""
 
@@ -352,15 +386,30 @@ def test_what_cannot_start_is_told() -> None:
         asyncio.run(run(tokenizer_json=b"nothing"))
 
 
-def test_closing_ends_those_who_wait(serving: Serving) -> None:
+def test_closing_ends_those_who_wait_and_what_is_at_work(serving: Serving) -> None:
     async def use(compiler: GrammarCompiler) -> None:
         await compiler.start()
-        task = asyncio.create_task(compiler.compile(GrammarSpec("regex", "a?" * 3000 + "a" * 3000)))
-        await asyncio.sleep(0)
         process = compiler._process
+        assert process is not None
+        task = asyncio.create_task(compiler.compile(GrammarSpec("regex", "a?" * 3000 + "a" * 3000)))
+        forks = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (found := forks.read_text().split()):
+            await asyncio.sleep(0.001)
+        os.kill(int(found[0]), signal.SIGSTOP)  # no limit on its time ends it now
         await compiler.close()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert process is not None and process.returncode is not None
+        assert process.returncode is not None
+        deadline = time.monotonic() + 10
+        while _is_alive(int(found[0])):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
 
     serving.run(use)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False

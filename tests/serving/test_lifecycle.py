@@ -123,6 +123,6 @@ def test_probes_tell_the_state(life: Lifecycle, clock: Clock) -> None:
             assert (await shown("/health"))["status"] == "draining"
             life.die("killed")
             assert await statuses() == (503, 503, 200, 200, 503)
-            assert await shown("/load") == {"running": 3, "waiting": 4, "used_blocks": 0}
+            assert await shown("/load") == {"server_load": 7, "running": 3, "waiting": 4, "used_blocks": 0}
 
     asyncio.run(run())

@@ -1,227 +1,20 @@
-"""Raw sockets against the server (suite F4): whatever a stranger sends costs little, is answered, and hurts nobody."""
+"""The protocol on raw sockets: connections, what is sent behind a request, who leaves. Suite F4 sends what breaks servers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import NamedTuple
+import select
+import socket
 
 import pytest
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from hookline.serving.accounting import error_response
-from hookline.serving.api_errors import ApiError
 from hookline.serving.event_stream import DROP_CONNECTION
-from hookline.serving.guards import read_json
 from hookline.serving.limits import Limits
-from tests.serving.wire import HEAD, PATIENCE, Wire, chunk, memory, serving
-
-LIMITS = Limits(header_seconds=0.5, body_seconds=0.5, reader_seconds=0.5, body_bytes=2**20)
-CL, TE = b"Content-Length: ", b"Transfer-Encoding: "
-POST = b"POST /json HTTP/1.1\r\n" + HEAD
-CHUNKED = POST + TE + b"chunked\r\n\r\n"
-FULL = POST + CL + b"7\r\n\r\n" + b'{"a":1}'
-GET = b"GET / HTTP/1.1\r\n" + HEAD + b"\r\n"
-BYE = b"GET / HTTP/1.1\r\n" + HEAD + b"Connection: close\r\n\r\n"
-
-
-class App:
-    """`/json` reads a body, `/wait` answers when told to, `/refuse` answers without a look, all else is `ok`."""
-
-    def __init__(self) -> None:
-        self.methods: list[str] = []
-        self.paths: list[str] = []
-        self.left = asyncio.Event()
-        self.waiting = asyncio.Event()
-        self.go_on = asyncio.Event()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.methods.append(scope["method"])
-        self.paths.append(scope["path"])
-        status, body = 200, b"ok"
-        try:
-            if scope["path"] == "/json":
-                body = str(len(await read_json(Request(scope, receive), LIMITS))).encode()
-            elif scope["path"] == "/wait":
-                body = await self._wait(receive)
-            elif scope["path"] == "/drop":
-                scope["extensions"][DROP_CONNECTION]()
-            elif scope["path"] == "/refuse":
-                status = 401
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        except ClientDisconnect:
-            self.left.set()
-            return
-        await send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]}
-        )
-        await send({"type": "http.response.body", "body": body})
-
-    async def _wait(self, receive: Receive) -> bytes:
-        while (await receive()).get("more_body"):
-            continue
-        self.waiting.set()
-        leaving, going = asyncio.ensure_future(receive()), asyncio.ensure_future(self.go_on.wait())
-        await asyncio.wait({leaving, going}, return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            self.left.set()
-        for task in (leaving, going):
-            task.cancel()
-        return b"ok"
-
-
-class Case(NamedTuple):
-    """What is sent, and the status of the last answer; 0 where the connection is closed without one."""
-
-    name: str
-    parts: tuple[bytes | float, ...]
-    status: int
-
-
-def head(*lines: bytes, path: bytes = b"/") -> bytes:
-    return b"\r\n".join([b"GET " + path + b" HTTP/1.1", b"Host: localhost", *lines, b"", b""])
-
-
-BAD_LINES = {
-    "no version": b"GET /\r\n\r\n",
-    "0.9": b"GET / HTTP/0.9\r\n" + HEAD + b"\r\n",
-    "2.0": b"GET / HTTP/2.0\r\n" + HEAD + b"\r\n",
-    "9.9": b"GET / HTTP/9.9\r\n" + HEAD + b"\r\n",
-    "preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "NUL in the path": b"GET /a\0b HTTP/1.1\r\n" + HEAD + b"\r\n",
-    "bytes in the path": b"GET /\xff\xfe HTTP/1.1\r\n" + HEAD + b"\r\n",
-    "NUL in a header": head(b"A: b\0c"),
-    "NUL first": b"\0\0\0\0\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 40,
-    "folded header": head(b"A: b\r\n c"),
-    "bare line feeds": b"GET / HTTP/1.1\nHost: localhost\n\n",
-    "space before the colon": head(b"A : b"),
-    "empty header name": head(b": b"),
-    "header without colon": head(b"nothing"),
-    "control in a header": head(b"A: \x01"),
-    "no target": b"GET HTTP/1.1\r\n" + HEAD + b"\r\n",
-    "star": b"OPTIONS * HTTP/1.1\r\n" + HEAD + b"\r\n",
-    "absolute target": b"GET http://localhost/ HTTP/1.1\r\n" + HEAD + b"\r\n",
-    "tunnel": b"CONNECT localhost:80 HTTP/1.1\r\n" + HEAD + b"\r\n",
-    "no host": b"GET / HTTP/1.1\r\n\r\n",
-    "two hosts": head(b"Host: localhost"),
-}
-BAD_BODIES = {
-    "length and chunks": POST + CL + b"3\r\n" + TE + b"chunked\r\n\r\n" + chunk(b"abc"),
-    "chunks and length": POST + TE + b"chunked\r\n" + CL + b"3\r\n\r\n" + chunk(b"abc"),
-    "two lengths": POST + CL + b"3\r\n" + CL + b"4\r\n\r\nabc",
-    "two equal lengths": POST + CL + b"3\r\n" + CL + b"3\r\n\r\nabc",
-    "negative length": POST + CL + b"-1\r\n\r\n",
-    "signed length": POST + CL + b"+7\r\n\r\n",
-    "hexadecimal length": POST + CL + b"0x7\r\n\r\n",
-    "list of lengths": POST + CL + b"7, 7\r\n\r\n",
-    "length beyond all": POST + CL + b"9" * 30 + b"\r\n\r\n",
-    "text as length": POST + CL + b"seven\r\n\r\n",
-    "gzip": POST + TE + b"gzip\r\n\r\n",
-    "gzip and chunked": POST + TE + b"gzip, chunked\r\n\r\n" + chunk(b"abc"),
-    "chunked twice": POST + TE + b"chunked, chunked\r\n\r\n" + chunk(b"abc"),
-    "chunked in two headers": POST + TE + b"chunked\r\n" + TE + b"chunked\r\n\r\n" + chunk(b"abc"),
-    "unknown coding": POST + TE + b"xchunked\r\n\r\n" + chunk(b"abc"),
-    "chunks of HTTP/1.0": CHUNKED.replace(b"1.1", b"1.0") + chunk(b"abc"),
-    "chunk size of letters": CHUNKED + b"xyz\r\nabc\r\n",
-    "negative chunk size": CHUNKED + b"-3\r\nabc\r\n",
-    "chunk size beyond all": CHUNKED + b"f" * 20 + b"\r\nabc\r\n",
-    "empty chunk size": CHUNKED + b"\r\nabc\r\n",
-    "chunk too long": CHUNKED + b"2\r\nabc\r\n0\r\n\r\n",
-    "chunk without line end": CHUNKED + b"3\r\nabcdef",
-    "upgrade with a body": POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + CL + b"7\r\n\r\n" + b'{"a":1}',
-}
-LARGE_HEADS = {
-    "100,000 headers": b"GET / HTTP/1.1\r\n" + HEAD + b"".join(b"X%d: y\r\n" % number for number in range(100_000)),
-    "101 headers": head(*(b"X%d: y" % number for number in range(100))),
-    "header of 1 MB": head(b"X-Request-Id: " + b"a" * 2**20),
-    "header name of 1 MB": head(b"a" * 2**20 + b": b"),
-    "path of 1 MB": head(path=b"/" + b"a" * 2**20),
-    "header of 1 MB without end": b"GET / HTTP/1.1\r\nA: " + b"a" * 2**20,
-    "one byte over": head(b"A: " + b"b" * (32 * 2**10 - 4 - 1 - len("Host") - len("localhost") - 4)),
-    "chunk extension of 1 MB": CHUNKED + b"3;" + b"a" * 2**20,
-    "trailer of 1 MB": CHUNKED + b"0\r\nA: " + b"a" * 2**20,
-    "trailers of 1 MB": CHUNKED + b"0\r\n" + b"Abc: d\r\n" * 2**17,
-}
-SLOW = {
-    "head without end": ((b"GET / HTTP/1.1\r\nA: b", 1.0), 408),
-    "half a request line": ((b"GE", 1.0), 408),
-    "a byte at a time": (tuple(part for byte in b"GET / HTTP/1.1" for part in (bytes([byte]), 0.1)), 408),
-    "empty lines": ((b"\r\n", 0.2, b"\r\n", 0.2, b"\r\n", 0.2), 0),
-    "nothing": ((1.0,), 0),
-    "body without end": ((POST + CL + b"7\r\n\r\n{", 1.0), 408),
-    "body a byte at a time": ((POST + CL + b"70\r\n\r\n", *(part for _ in range(8) for part in (b" ", 0.1))), 408),
-    "chunks without end": ((CHUNKED, *(part for _ in range(8) for part in (chunk(b" "), 0.1))), 408),
-}
-REFUSED_BODIES = {
-    "length over the limit": (POST + CL + b"%d\r\n\r\n" % (2**20 + 1) + b" " * (2**20 + 1), 413),
-    "chunks over the limit": (CHUNKED + chunk(b" " * 2**16) * 17, 413),
-    "body of 5 MB": (POST + CL + b"%d\r\n\r\n" % (5 * 2**20) + b" " * 5 * 2**20, 413),
-    "100,000 deep": (POST + b"Connection: close\r\n" + CL + b"100000\r\n\r\n" + b"[" * 100_000, 400),
-    "not answered for": (b"POST /refuse HTTP/1.1\r\n" + HEAD + CL + b"5000000\r\n\r\n" + b" " * 5_000_000, 401),
-}
-CASES = [
-    *(Case(name, (sent,), 400) for name, sent in (BAD_LINES | BAD_BODIES).items()),
-    *(Case(name, (sent,), 431) for name, sent in LARGE_HEADS.items()),
-    *(Case(name, parts, status) for name, (parts, status) in SLOW.items()),
-    *(Case(name, (sent,), status) for name, (sent, status) in REFUSED_BODIES.items()),
-    Case("unknown method", (b"BREW / HTTP/1.1\r\n" + HEAD + b"\r\n",), 405),
-    Case("method in small letters", (b"get / HTTP/1.1\r\n" + HEAD + b"\r\n",), 405),
-    Case("method of 100,000 letters", (b"A" * 100_000,), 405),
-    Case("pipelined", (GET + FULL + BYE,), 200),
-    Case("text", (b"hello, is anybody there?\r\n\r\n",), 405),
-    Case("nonsense behind a request", (GET + b"BREW /",), 200),
-    Case("served after empty lines", (b"\r\n\r\n" + BYE,), 200),
-    Case("upgrade without a body", (head(b"Connection: Upgrade", b"Upgrade: h2c"),), 200),
-    Case("HTTP/1.0", (b"GET / HTTP/1.0\r\n\r\n",), 200),
-    Case("trailers", (CHUNKED + chunk(b'{"a":1}') + b"0\r\nAuthorization: x\r\n\r\n" + BYE,), 200),
-]
-
-
-async def fault(wire: Wire, case: Case) -> str:
-    """What is wrong with the answer to a case; "" if nothing is."""
-    try:
-        answer = await wire.exchange(*case.parts)
-    except TimeoutError:
-        return f"{case.name}: the connection stays"
-    if (answer.statuses or [0])[-1] != case.status:
-        return f"{case.name}: {answer.statuses} in place of {case.status}"
-    if case.status in (0, 200, 401):
-        return ""
-    last = answer.last
-    is_ours = last.json["error"]["type"] == "invalid_request_error" and "x-content-type-options" in last.headers
-    tells = [word for word in (b"Traceback", b"0x", b".py", b"uvicorn") if word in last.raw]
-    return "" if is_ours and not tells else f"{case.name}: {last.raw[:300]!r}"
-
-
-def test_there_are_enough_cases() -> None:
-    assert len(CASES) == len({case.name for case in CASES}) >= 60
-
-
-def test_a_strangers_bytes_are_answered_and_others_are_served() -> None:
-    async def run() -> None:
-        async with serving(App(), LIMITS, most_connections=500) as wire:
-            before = memory()
-            others = asyncio.gather(*(wire.get("/") for _ in range(50)))
-            faults = await asyncio.gather(*(fault(wire, case) for case in CASES))
-            assert not any(faults), "\n".join(filter(None, faults))
-            assert {answer.status for answer in await others} == {200}
-            assert memory() - before < 50e6
-            source = random.Random(0)
-            for case in CASES[:40]:  # cut anywhere, and gone
-                whole = b"".join(part for part in case.parts if isinstance(part, bytes))
-                _, writer = await asyncio.open_connection("127.0.0.1", wire.port)
-                writer.write(whole[: source.randrange(len(whole))][: 2**16])
-                writer.transport.abort()
-            async with asyncio.timeout(PATIENCE):
-                while wire.server.server_state.connections or wire.server.server_state.tasks:
-                    await asyncio.sleep(0.01)
-            assert (await wire.get("/")).status == 200
-
-    asyncio.run(run())
+from tests.serving.wire import HEAD, PATIENCE, serving
+from tests.suites.raw_cases import BYE, CL, FULL, GET, POST
+from tests.suites.raw_sockets import LIMITS, App
 
 
 def test_thousands_of_methods_reach_no_application() -> None:
@@ -243,27 +36,6 @@ def test_thousands_of_methods_reach_no_application() -> None:
     asyncio.run(run())
 
 
-def test_a_body_of_100_mb_without_length_takes_no_memory() -> None:
-    async def run() -> None:
-        async with serving(App(), LIMITS) as wire:
-            reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
-            writer.write(CHUNKED)
-            before, most, part = memory(), 0, chunk(b" " * 2**20)
-            line = asyncio.create_task(reader.readline())
-            for _ in range(100):
-                writer.write(part)
-                try:
-                    await writer.drain()
-                except ConnectionError:
-                    break
-                most = max(most, memory() - before)
-            assert (await asyncio.wait_for(line, PATIENCE)).startswith(b"HTTP/1.1 413 ")
-            assert most < 50e6
-            writer.transport.abort()
-
-    asyncio.run(run())
-
-
 def test_requests_that_wait_behind_another_are_few() -> None:
     async def run() -> None:
         app = App()
@@ -277,6 +49,30 @@ def test_requests_that_wait_behind_another_are_few() -> None:
             assert len(app.paths) == 9
 
     asyncio.run(run())
+
+
+def test_who_is_dropped_gets_a_reset() -> None:
+    """What it does not take would lie in the kernel's buffers for minutes after a close."""
+
+    async def flood(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 2**21, "more_body": True})
+        scope["extensions"][DROP_CONNECTION]()
+        scope["extensions"][DROP_CONNECTION]()  # of no effect any more
+
+    async def run() -> None:
+        async with serving(flood, LIMITS) as wire:
+            with socket.create_connection(("127.0.0.1", wire.port)) as client:
+                client.sendall(GET)
+                await asyncio.to_thread(_wait_for_reset, client)
+
+    asyncio.run(run())
+
+
+def _wait_for_reset(client: socket.socket) -> None:
+    poller = select.poll()
+    poller.register(client, select.POLLHUP)
+    assert poller.poll(1000 * PATIENCE), "the connection was not reset"
 
 
 def test_a_running_answer_survives_what_its_client_sends_behind_it() -> None:

@@ -46,6 +46,9 @@ def test_messages_as_a_chat_has_them() -> None:
     body = ChatBody.parse({**CHAT, "tools": [TOOL]})
     assert tuple(ids_of(door, messages=MESSAGES, tools=[TOOL])) == door.chat(body, "").prompts[0].token_ids
     assert len(ids_of(door, messages=MESSAGES)) > len(ids_of(door, messages=MESSAGES, add_generation_prompt=False))
+    quick = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}
+    assert tuple(ids_of(door, **quick)) == door.chat(ChatBody.parse(CHAT | quick), "").prompts[0].token_ids
+    assert ids_of(door, **quick) != ids_of(door, messages=MESSAGES)
 
 
 def test_control_tokens_come_by_their_own_text_alone(door: Validator) -> None:
@@ -64,6 +67,8 @@ def test_bad_bodies(door: Validator) -> None:
         ({}, "prompt"),
         ({"prompt": "a", "messages": MESSAGES}, "prompt"),
         ({"prompt": "a", "tools": [TOOL]}, "tools"),
+        ({"prompt": "a", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
         ({"prompt": 5}, "prompt"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),

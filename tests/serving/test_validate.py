@@ -200,6 +200,12 @@ def test_options_arrive(door: Validator) -> None:
     assert only(complete(door, seed=-1)).params.seed == 2**63 - 1
 
 
+def test_a_stream_has_no_place_for_the_prompts_log_probabilities(door: Validator) -> None:
+    for route in ("chat", "completions"):
+        assert refused(door, route, stream=True, prompt_logprobs=0).param == "prompt_logprobs"
+    assert complete(door, stream=True, echo=True, logprobs=1).stream
+
+
 def test_the_new_name_of_max_tokens_wins(door: Validator) -> None:
     assert only(chat(door, max_tokens=5, max_completion_tokens=7)).params.max_tokens == 7
     assert only(chat(door, max_tokens=5)).params.max_tokens == 5
@@ -281,6 +287,9 @@ def test_limits_hold_at_the_limit_and_one_beyond() -> None:
     assert refused(door, "chat", messages=MESSAGES * 3).param == "messages"
     assert refused(door, guided_json={"a": 1, "b": 2, "c": 3}).param == "guided_json"
     assert refused(small_door(limits=Limits(schema_depth=2)), guided_json={"a": {"b": {}}}).param == "guided_json"
+    scored = small_door(limits=Limits(prompt_logprobs=12))  # two prompts of three tokens, each with one likeliest
+    assert complete(scored, prompt=[[1, 2, 3], [4, 5, 6]], echo=True, logprobs=1).prompts
+    assert refused(scored, prompt=[[1, 2, 3], [4, 5, 6, 7]], echo=True, logprobs=1).param == "prompt_logprobs"
     small = small_door(limits=Limits(schema_bytes=10))
     assert complete(small, guided_regex="a" * 10).prompts
     assert refused(small, guided_regex="a" * 11).code == "constraint_too_large"

@@ -27,7 +27,8 @@ from tests.suites.rig import BLOCK, BLOCKS, MAX_MODEL_LEN, TOKEN_BYTES
 START_SECONDS = 120.0
 # By rule 4.2 of the plan (Q7): after the loss of a process.
 UNREADY_SECONDS, ENDED_SECONDS = 5.0, 10.0
-_LOOK_AGAIN = 0.02
+# To look at all processes takes a while.
+_LOOK_AGAIN, _SCAN_AGAIN = 0.02, 0.1
 # Threads that asyncio makes for large bodies when they come, and keeps.
 _POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 _READY = re.compile(r"^Serving on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
@@ -102,7 +103,7 @@ class Served:
 
     async def left_faults(self, seconds: float = UNREADY_SECONDS) -> list[str]:
         """Processes and files that are still there so long after its end."""
-        await until(lambda: not self.processes() and not any(self.folder.iterdir()), seconds)
+        await until(lambda: not any(self.folder.iterdir()) and not self.processes(), seconds, _SCAN_AGAIN)
         orphans = [" ".join(process.cmdline()[-3:]) for process in self.processes()]
         files = sorted(path.name for path in self.folder.iterdir())
         faults = [f"these processes are left: {orphans}"] if orphans else []
@@ -116,13 +117,13 @@ class Served:
         self.process.wait()
 
 
-async def until(holds: Callable[[], bool], seconds: float) -> bool:
+async def until(holds: Callable[[], bool], seconds: float, look_again: float = _LOOK_AGAIN) -> bool:
     """Waits until something holds, which tells nobody; false if it does not in time."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
             return False
-        await asyncio.sleep(_LOOK_AGAIN)
+        await asyncio.sleep(look_again)
     return True
 
 
@@ -289,7 +290,7 @@ class Watch:
                     faults.extend(before.faults(Resources.of(pid)))
             return not faults
 
-        await until(rests, 3.0)
+        await until(rests, 3.0, _SCAN_AGAIN)
         return faults
 
 
