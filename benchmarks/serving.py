@@ -2,9 +2,10 @@
 
     python benchmarks/serving.py [MODEL] [--streams 64] [--requests 192] [--output 64] [--json FILE]
 
-The same requests (random token ids, greedy, exact lengths) go through `Engine.generate` in a process of its own and
-then, as that many concurrent streams, through a real `engine serve` on a free port, turn by turn. The client runs on
-the same machine, in this process, and its processor time is reported: on two cores it competes with what it measures.
+The same requests (random token ids, greedy, exact lengths) go through `Engine.generate` in a process of its own, with
+the environment that a server gives its engine, and then, as that many concurrent streams, through a real `engine serve`
+on a free port, turn by turn. The client runs on the same machine, in this process, and its processor time is reported:
+on two cores it competes with what it measures.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hookline.benchmark.http_load import Target, send_load
 from hookline.benchmark.machine import describe_machine
 from hookline.benchmark.measure import Choice
 from hookline.benchmark.workload import Lengths, make_prompts
+from hookline.config import engine_environment
 
 ROOT = Path(__file__).parent.parent
 _READY = re.compile(r"Serving on http://([\d.]+):(\d+)")
@@ -82,7 +84,7 @@ def _ask_engine(arguments: argparse.Namespace, turn: int) -> dict[str, float]:
     names = ("streams", "requests", "prompt", "output", "singles", "load_format")
     options = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
     command = [sys.executable, __file__, arguments.model, *options, "--engine-alone", str(turn)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=engine_environment())
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

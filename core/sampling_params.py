@@ -20,6 +20,7 @@ MAX_STOP_TOKENS = 128
 MAX_BAD_WORDS = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_TEMPERATURE = 1e-5
+MIN_REPETITION_PENALTY = 1e-6  # divides logits in fp32: what it makes of them must stay a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class SamplingParams:
         allowed_token_ids: only these can be chosen; None allows all.
         bad_words: texts that must not appear; each is tokenised with and without a leading space.
         logit_bias: added to the logits of these token ids, -100 to 100.
-        repetition_penalty: over 1 discourages tokens of prompt and output (CTRL, Keskar et al. 2019).
+        repetition_penalty: over 1 discourages tokens of prompt and output (CTRL, Keskar et al. 2019); at least 1e-6.
         presence_penalty, frequency_penalty: -2 to 2, over output tokens only, as OpenAI defines them.
         temperature: 0 is greedy, and so is everything below 1e-5. Applied before top-k, top-p and min-p.
         top_k: keep the k likeliest, and those level with the last of them; 0 keeps all (-1 is read as 0).
@@ -160,7 +161,7 @@ class SamplingParams:
             ("temperature", 0.0, 100.0, False),
             ("top_p", 0.0, 1.0, True),
             ("min_p", 0.0, 1.0, False),
-            ("repetition_penalty", 0.0, 100.0, True),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, 100.0, False),
             ("presence_penalty", -2.0, 2.0, False),
             ("frequency_penalty", -2.0, 2.0, False),
         )

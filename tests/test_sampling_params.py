@@ -71,6 +71,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_p", -0.01),
     ("min_p", 1.01),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-40),
     ("repetition_penalty", -1.0),
     ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1),

@@ -72,7 +72,7 @@ def gives(name: str, *statuses: int, streams: bool = False) -> dict[int | str, d
     """`responses` of a route: its answer by name, and the errors beside those that every route has."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(name)}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT, "itemSchema": _object(data=_TEXT)}
+        content["text/event-stream"] = {"itemSchema": _object(data=_TEXT)}
     error = {"application/json": {"schema": _ref("Error")}}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     for status in sorted({400, 401, 404, 405, 431, 500, 503, *statuses}):

@@ -18,6 +18,7 @@ from hookline.sampling_params import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
+    MIN_REPETITION_PENALTY,
 )
 from hookline.serving.bodies import Body, at_most
 from hookline.serving.constraints import ConstraintFields
@@ -82,7 +83,7 @@ class GenerationFields(ConstraintFields):
     ignore_eos: bool | None = Field(False, description="Go on behind the model's end tokens.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = Field(
         None, description="Token ids, as text, to what is added to their logits."
     )

@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.server import KEY, Server
 
-REQUESTS, PROMPT, OUTPUT = 24, 48, 16
+REQUESTS, PROMPT, OUTPUT, ROUTE = 24, 48, 16, "/v1/chat/completions"
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_a_load_is_measured(tiny_server: Server, tiny_llama: Path, tmp_path: Path, route: str) -> None:
+def test_a_load_is_measured(tiny_server: Server, tiny_llama: Path, tmp_path: Path) -> None:
     settings: dict[str, dict[str, Any]] = {
-        "backend": {"kind": "openai_http", "target": tiny_server.url, "request_format": route, "api_key": KEY},
+        "backend": {
+            "kind": "openai_http",
+            "target": tiny_server.url,
+            "request_format": "/v1/chat/completions",
+            "api_key": KEY,
+        },
         "profile": {"kind": "concurrent", "streams": [8]},
         "constraint": {"kind": "max_requests", "count": REQUESTS},
         "tokenizer": {"kind": "hf_auto", "model": str(tiny_llama)},

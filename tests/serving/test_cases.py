@@ -3,8 +3,8 @@
 | case | what | where |
 | --- | --- | --- |
 | 1 to 35 | requests over HTTP | here |
-| 37 | hostile `config.json` | tests/test_engine.py (by name, remote code), tests/test_llama.py |
-| 39 | kill -9 and SIGSTOP | tests/suites/kills.py, tests/suites/hangs.py (one rank so far) |
+| 37 | hostile `config.json` | here |
+| 39 | kill -9, SIGSTOP | suites K1 (`engine killed in decode`), K2 (`engine stopped`); one rank so far |
 
 The plan's model has 512 tokens; this one has 320.
 """
@@ -12,7 +12,11 @@ The plan's model has 512 tokens; this one has 320.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -278,3 +282,56 @@ def test_case_35_methods_that_nobody_knows(served: Served) -> None:
         assert (await metrics(served.port)).count("\n") <= before
 
     run(main())
+
+
+# Field, what stands in it, and what the refusal names.
+CONFIGS: dict[str, tuple[str, Any, str]] = {
+    "hidden_act": ("hidden_act", "os.system", "hidden_act"),
+    "layers": ("num_hidden_layers", 10**9, "num_hidden_layers"),
+    "heads": ("num_key_value_heads", 0, "num_key_value_heads"),
+    "rope_theta": ("rope_parameters", {"rope_type": "default", "rope_theta": float("nan")}, "rope_theta"),
+    "vocabulary": ("vocab_size", 2 * VOCAB, str(2 * VOCAB)),
+}
+# Makes an engine of each folder; tells how each ended, whether the checkpoint's own code was imported, and by how many
+# bytes memory grew after the first one, which is sound.
+LOAD_EACH = """
+import json, resource, sys
+from hookline import Engine, EngineConfig
+from hookline.errors import HooklineError
+
+def memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+sys.path += sys.argv[1:]
+before, told = None, []
+for folder in sys.argv[1:]:
+    try:
+        with Engine(EngineConfig(folder, device="cpu", block_size=8, kv_cache_memory=2**18)) as engine:
+            told.append(len(engine.generate([[1, 2, 3]])[0].outputs))
+    except HooklineError as error:
+        told.append(str(error))
+    before = before or memory()
+print(json.dumps([told, "canary" in sys.modules, memory() - before, sys.flags.optimize]))
+"""
+
+
+@pytest.mark.parametrize("optimize", [0, 1])
+def test_case_37_a_config_that_wants_more_than_to_be_read(model: Path, tmp_path: Path, optimize: int) -> None:
+    folders = [tmp_path / name for name in ("sound", *CONFIGS)]
+    for folder in folders:
+        shutil.copytree(model, folder)
+        (folder / "canary.py").write_text("raise SystemExit('this code was run')")
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoConfig": "canary.Config", "AutoModelForCausalLM": "canary.Model"}
+        if folder.name in CONFIGS:
+            field, value, _ = CONFIGS[folder.name]
+            config[field] = value
+        (folder / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, *["-O"] * optimize, "-c", LOAD_EACH, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (sound, *refusals), imported, grown, optimized = json.loads(done.stdout)
+    assert (sound, imported, optimized) == (1, False, optimize)
+    for (_, _, named), refusal in zip(CONFIGS.values(), refusals, strict=True):
+        assert named in str(refusal), refusal
+    assert grown < 64 * 2**20

@@ -1,4 +1,4 @@
-"""The protocol on raw sockets: connections, what is sent behind a request, who leaves. Suite F4 sends what breaks servers."""
+"""The protocol on raw sockets: who leaves, who is dropped, what is sent behind a request. Suite F4 abuses it."""
 
 from __future__ import annotations
 

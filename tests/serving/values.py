@@ -66,7 +66,7 @@ COMMON_BAD: Mapping[str, tuple[object, ...]] = {
     "ignore_eos": _NOT_FLAG,
     "presence_penalty": (*_NOT_NUMBER, -2.1, 2.1),
     "frequency_penalty": (*_NOT_NUMBER, -2.1, 2.1),
-    "repetition_penalty": (*_NOT_NUMBER, 0, -1, 100.1),
+    "repetition_penalty": (*_NOT_NUMBER, 0, -1, 1e-40, 100.1),
     "logit_bias": (
         *(5, "a", [1], {"320": 5}, {"-1": 5}, {"a": 1}, {"": 1}, {"1.0": 1}, {"1": "1"}, {"1": True}, {"1": None}),
         *({"1": 1e308}, {"1": 101}, {"1": -101}, {"1": float("nan")}, {"9" * 400: 1}),

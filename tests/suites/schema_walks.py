@@ -72,7 +72,12 @@ class _Schemas:
 
     def integer(self, depth: int) -> dict[str, Any]:
         low = self.rng.randint(-50, 50)
-        bounds = [{}, {"minimum": low}, {"exclusiveMinimum": low, "maximum": low + 9}, {"multipleOf": 7}]
+        bounds: list[dict[str, Any]] = [
+            {},
+            {"minimum": low},
+            {"exclusiveMinimum": low, "maximum": low + 9},
+            {"multipleOf": 7},
+        ]
         return {"type": "integer", "title": "a whole number", **self.rng.choice(bounds)}
 
     def number(self, depth: int) -> dict[str, Any]:
@@ -80,7 +85,12 @@ class _Schemas:
         return {"type": "number", **self.rng.choice([{}, {"minimum": round(low, 2), "maximum": round(low, 2) + 3.5}])}
 
     def text(self, depth: int) -> dict[str, Any]:
-        limits = [{"maxLength": 5}, {"minLength": 1, "maxLength": 3}, {"pattern": '^[^"a]{1,3}.$'}, {"format": "date"}]
+        limits: list[dict[str, Any]] = [
+            {"maxLength": 5},
+            {"minLength": 1, "maxLength": 3},
+            {"pattern": '^[^"a]{1,3}.$'},
+            {"format": "date"},
+        ]
         return {"type": "string", **self.rng.choice(limits)}
 
     def fixed(self, depth: int) -> dict[str, Any]:
@@ -104,7 +114,11 @@ class _Schemas:
     def object(self, depth: int) -> dict[str, Any]:
         names = self.rng.sample(["a", "b c", "é", "long name", 'quote"'], self.rng.randint(1, 3))
         required = [name for name in names if self.rng.random() < 0.6]
-        schema = {"type": "object", "properties": {name: self.one(depth - 1) for name in names}, "required": required}
+        schema: dict[str, Any] = {
+            "type": "object",
+            "properties": {name: self.one(depth - 1) for name in names},
+            "required": required,
+        }
         if self.rng.random() < 0.3:
             schema["additionalProperties"] = self.rng.choice([False, True, {"type": "integer"}])
         elif self.rng.random() < 0.3:

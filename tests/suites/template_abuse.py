@@ -129,7 +129,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
 
 def _abuse(tally: Tally) -> None:
     """Judges what the child process tells of each template."""
-    sources = _ABUSE | _BLANK
+    sources = {**_ABUSE, **_BLANK}
     command = [sys.executable, "-m", "tests.suites.template_abuse"]
     done = subprocess.run(
         command, cwd=ROOT, input=json.dumps([*sources.values()]), capture_output=True, text=True, timeout=300

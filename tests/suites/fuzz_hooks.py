@@ -11,6 +11,9 @@ from typing import Any
 
 import schemathesis
 
+# So few tokens end a call soon; what comes of more is no other reply.
+_MOST_TOKENS = 4
+_COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _OF_ASSISTANTS = ("tool_calls", "reasoning", "reasoning_content")
 
 
@@ -20,6 +23,10 @@ def map_body(context: object, body: Any) -> Any:
     if not isinstance(body, dict) or zlib.crc32(json.dumps(body, default=repr).encode()) % 4 == 0:
         return body
     found = {name: _whole(value) for name, value in body.items() if name != "model"}
+    if "prompt" in found or "messages" in found:
+        found = {name: _few(value) if name in _COUNTS else value for name, value in found.items()}
+        if found.get("max_tokens") is None and found.get("max_completion_tokens") is None:
+            found["max_tokens"] = _MOST_TOKENS
     if not found.get("stream"):
         found.pop("stream_options", None)
     if not found.get("logprobs") and "messages" in found:
@@ -31,6 +38,10 @@ def map_body(context: object, body: Any) -> Any:
     if isinstance(found.get("messages"), list):
         found["messages"] = [_message(message) for message in found["messages"]]
     return found
+
+
+def _few(value: Any) -> Any:
+    return min(value, _MOST_TOKENS) if isinstance(value, int) else value
 
 
 def _message(message: Any) -> Any:
