@@ -69,7 +69,7 @@ def engine(folder: Path, overlap: bool = True, words: list[list[int]] | None = N
     known = {"block_size": 8, "dtype": "float32", "device": "cpu", "max_model_len": 96, "kv_cache_memory": 2**22}
     run = Engine(EngineConfig(str(folder), overlap=overlap, **(known | options)), **switches)
     if words is not None:
-        run._prompts.bad_word_ids = lambda texts: words if texts else []  # type: ignore[method-assign]
+        run._intake._prompts.bad_word_ids = lambda texts: words if texts else []  # type: ignore[method-assign]
     return run
 
 
