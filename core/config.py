@@ -316,13 +316,13 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def engine_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine process: this one's, with threads that sleep while they wait, unless it says other.
+    """The environment of an engine process: this one's, with threads that wait awake only briefly, unless it says other.
 
     They share their cores with the HTTP process and often with clients. Where one of a step is not running, the others
-    would wait for it awake, on the core that it needs: measured on two busy cores, that is ten times slower. The keys
-    of clients are left out: plugins run there, and have no use for them.
+    would wait for it awake, on the core that it needs; threads that sleep at once are slow on a machine that is theirs
+    alone. Figures are in benchmarks/NOTES.md. The keys of clients are left out: plugins have no use for them.
     """
-    kept = {"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ if environ is None else environ)
+    kept = {"GOMP_SPINCOUNT": "10000"} | dict(os.environ if environ is None else environ)
     kept.pop("HOOKLINE_API_KEYS", None)
     return kept
 
