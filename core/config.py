@@ -316,7 +316,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def engine_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine process: this one's, with threads that wait awake only briefly, unless it says other.
+    """The environment of an engine process: this one's, with threads that wait awake briefly, unless it says other.
 
     They share their cores with the HTTP process and often with clients. Where one of a step is not running, the others
     would wait for it awake, on the core that it needs; threads that sleep at once are slow on a machine that is theirs
