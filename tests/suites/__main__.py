@@ -9,6 +9,7 @@ import sys
 # As in tests/conftest.py: before anything imports triton or asks the hub.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
