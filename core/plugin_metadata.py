@@ -89,6 +89,19 @@ class Plugin:
         claims = tuple(dataclasses.replace(claim, state=state, reason=reason) for claim in self.claims)
         return dataclasses.replace(self, state=state, reason=reason, claims=claims)
 
+    def to_dict(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return {
+            "id": self.id,
+            "distribution": self.distribution,
+            "version": self.version,
+            "origin": self.origin,
+            "state": self.state,
+            "reason": self.reason,
+            "architectures": [claim.architecture for claim in self.claims if not claim.is_gguf],
+            "gguf": [claim.architecture for claim in self.claims if claim.is_gguf],
+        }
+
 
 def engine_version() -> str | None:
     """Our own version, or None where the engine runs from files that were never installed."""

@@ -54,7 +54,7 @@ def plugins(ctx: click.Context, check: bool, as_json: bool) -> None:
     registry = PluginRegistry(ctx.obj)
     found = registry.check() if check else registry.plugins
     if as_json:
-        _print_json("plugins", "plugins", [_plugin_json(plugin) for plugin in found])
+        _print_json("plugins", "plugins", [plugin.to_dict() for plugin in found])
     else:
         header = ("ID", "DISTRIBUTION", "VERSION", "ORIGIN", "STATE")
         _print_table(header, [(p.id, p.distribution, p.version, p.origin, _status(p)) for p in found])
@@ -101,19 +101,6 @@ def _claim_json(claim: Claim, record: Architecture | None, long: bool) -> dict[s
         row["formats"] = record.weight_formats if record else None
         row["example_repositories"] = record.example_repositories if record else None
     return row
-
-
-def _plugin_json(plugin: Plugin) -> dict[str, object]:
-    return {
-        "id": plugin.id,
-        "distribution": plugin.distribution,
-        "version": plugin.version,
-        "origin": plugin.origin,
-        "state": plugin.state,
-        "reason": plugin.reason,
-        "architectures": [claim.architecture for claim in plugin.claims if not claim.is_gguf],
-        "gguf": [claim.architecture for claim in plugin.claims if claim.is_gguf],
-    }
 
 
 def _print_json(command: str, key: str, rows: list[dict[str, object]]) -> None:

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hookline.plugins import Plugin, engine_version
+from hookline.plugins import engine_version
 from hookline.serving import token_routes
 from hookline.serving.bodies import Body
 from hookline.serving.call_response import CallResponse
@@ -41,7 +41,10 @@ def make_router(front: Front) -> APIRouter:
     @router.get("/plugins", responses=gives("Plugins"))
     async def plugins(request: Request) -> Response:
         """The installed plugins and the state of each."""
-        return json_response({"plugins": [_plugin_row(plugin) for plugin in front.plugins]})
+        rows = [plugin.to_dict() for plugin in front.plugins]
+        for row in rows:
+            del row["reason"]  # which may name places of the machine
+        return json_response({"plugins": rows})
 
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics(request: Request) -> Response:
@@ -135,17 +138,4 @@ def _model_row(served: ServedModel, name: str) -> dict[str, object]:
         "context_length": facts.max_model_len,
         "architecture": facts.architecture,
         "plugin": facts.plugin,
-    }
-
-
-def _plugin_row(plugin: Plugin) -> dict[str, object]:
-    """As `engine plugins --json` has it, without the reasons: they may name places of the machine."""
-    return {
-        "id": plugin.id,
-        "distribution": plugin.distribution,
-        "version": plugin.version,
-        "origin": plugin.origin,
-        "state": plugin.state,
-        "architectures": [claim.architecture for claim in plugin.claims if not claim.is_gguf],
-        "gguf": [claim.architecture for claim in plugin.claims if claim.is_gguf],
     }
