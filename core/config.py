@@ -316,13 +316,8 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def engine_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an engine process: this one's, with threads that wait awake briefly, unless it says other.
-
-    They share their cores with the HTTP process and often with clients. Where one of a step is not running, the others
-    would wait for it awake, on the core that it needs; threads that sleep at once are slow on a machine that is theirs
-    alone. Figures are in benchmarks/NOTES.md. The keys of clients are left out: plugins have no use for them.
-    """
-    kept = {"GOMP_SPINCOUNT": "10000"} | dict(os.environ if environ is None else environ)
+    """The environment of an engine process: this one's, without the keys of clients, for which plugins have no use."""
+    kept = dict(os.environ if environ is None else environ)
     kept.pop("HOOKLINE_API_KEYS", None)
     return kept
 
