@@ -1,7 +1,7 @@
 """Tokens that may not be chosen, taken out of chosen rows of logits in place, on the device.
 
 Of row r, which mask m names, the logit of token i becomes -inf where bit i % 32 of word i / 32 of the mask is 0. A ban
-takes the place of NaN and infinity too.
+takes the place of NaN and infinity too. A mask of row -1 is nobody's: where a captured step has more room than masks.
 
 Shapes: logits [R, V], M masks of W words, 32 W >= V.
 """
@@ -22,8 +22,9 @@ _BLOCK = 2048
 def mask_tokens_reference(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
     """The formula in plain torch."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    used = rows >= 0
+    rows, bits = rows[used].long(), bits[used]
     allowed = ((bits[..., None] >> places) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    rows = rows.long()
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(~allowed, -torch.inf))
 
 
@@ -40,11 +41,12 @@ def mask_tokens_kernel(
     """One program a block of tokens of a mask. Only what is forbidden is written."""
     mask = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + mask).to(tl.int64)
-    ids = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    word = tl.load(bits_ptr + mask * words + ids // 32, mask=inside, other=0)
-    forbidden = (word >> (ids % 32).to(tl.int32)) & 1 == 0
-    tl.store(logits_ptr + row * stride + ids, -float("inf"), mask=inside & forbidden)
+    if row >= 0:
+        ids = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = ids < vocab
+        word = tl.load(bits_ptr + mask * words + ids // 32, mask=inside, other=0)
+        forbidden = (word >> (ids % 32).to(tl.int32)) & 1 == 0
+        tl.store(logits_ptr + row * stride + ids, -float("inf"), mask=inside & forbidden)
 
 
 def mask_tokens_triton(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
@@ -77,7 +79,7 @@ def mask_tokens(
 
     Args:
         logits: [R, V], any float type, tokens contiguous.
-        rows: [M] int32, contiguous: each a row of the logits, none twice.
+        rows: [M] int32, contiguous: each a row of the logits, none twice, or -1.
         bits: [M, W] int32, contiguous.
         implementation: `triton` or `reference`; by default `triton` on a GPU.
 

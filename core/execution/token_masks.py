@@ -142,6 +142,35 @@ class TokenMasks:
         return masked
 
 
+class StepMasks:
+    """Masks in memory that a captured step reads: as many as it has rows, of which those in use come first.
+
+    Args:
+        count: M, rows of the largest step.
+        vocab_size: width V of the logits.
+    """
+
+    def __init__(self, count: int, vocab_size: int, device: torch.device) -> None:
+        self._rows = torch.full((count,), -1, dtype=torch.int32, device=device)
+        self._bits = torch.zeros((count, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+        self._used = 0
+
+    def write(self, masks: TokenMasks | None) -> None:
+        """Puts the masks of the next step in the place of those of the one before."""
+        used = 0 if masks is None else len(masks.rows)
+        if masks is not None:
+            self._rows[:used].copy_(masks.rows)
+            self._bits[:used].copy_(masks.bits)
+        if used < self._used:
+            self._rows[used : self._used].fill_(-1)
+        self._used = used
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Writes minus infinity for what is not allowed into `logits` [R, V]."""
+        count = logits.shape[0]
+        mask_tokens(logits, self._rows[:count], self._bits[:count])
+
+
 def make_masks(
     limited: Iterable[tuple[int, TokenMatcher, Sequence[int]]], vocab_size: int, device: torch.device
 ) -> TokenMasks | None:

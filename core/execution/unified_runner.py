@@ -3,9 +3,10 @@
 Requests that decode run as one `UnifiedStep`; chunks of prefill run beside it as a pass of their own, which leaves each
 request that has come to its first token with drafts, so that the next step finds all requests alike.
 
-What a request's tokens depend on beside the device's own numbers (edits of logits, masks, log probabilities of several
-tokens) is the host's to do: while there is such a request, steps take turns with the host, as `SpeculativeRunner` runs
-them, and the slots take note of what came of it.
+What a request's tokens depend on beside the device's own numbers is the host's to do. Masks have to see each token
+first: while a request has some, steps wait for one another, and the same step reads the masks of its rows. While there
+is one with edits of logits or log probabilities of several tokens, steps take turns with the host, as
+`SpeculativeRunner` runs them, and the slots take note of what came of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hookline.execution.runner import Flight, StepResult
 from hookline.execution.sampling_state import SamplingState
 from hookline.execution.speculative import shift
 from hookline.execution.speculative_runner import SpeculativeRunner, hidden_states
+from hookline.execution.token_masks import TokenMatcher, make_masks
 from hookline.execution.unified_step import UnifiedStep
 from hookline.model import CacheTensors, DraftBatch, TransformerModel
 from hookline.scheduling.output import SpeculativeStep
@@ -75,6 +77,7 @@ class UnifiedRunner(DeviceRunner):
     """
 
     batch: DraftDeviceBatch
+    decode: UnifiedStep
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class UnifiedRunner(DeviceRunner):
 
     @property
     def steps_ahead(self) -> int:
-        return 1 if self._takers_of_turns else self.max_in_flight
+        return 1 if self._takers_of_turns else super().steps_ahead
 
     def release(self, request: Request) -> None:
         super().release(request)
@@ -108,11 +111,12 @@ class UnifiedRunner(DeviceRunner):
         for part in batch.requests:
             (decodes if self.batch.holds(part.request) else chunks).append(part)
         # A chunk with drafts is one of a request whose slot was lost to an interrupt.
-        if self.steps_ahead == 1 or any(part.drafts for part in chunks):
+        if self._takers_of_turns or any(part.drafts for part in chunks):
             return self._launch_in_turn(batch, states)
         self._answers.rotate()
         values, count = self._answers[0], len(decodes)
         if decodes:
+            self._limit(decodes)
             (answer,) = self.decode.run(self.batch.rows(decodes, self.decode.size_for(count)))
             values[:count].copy_(answer[:count], non_blocking=True)
         prefill = self._prefill(chunks, states) if chunks else _Prefill()
@@ -149,6 +153,16 @@ class UnifiedRunner(DeviceRunner):
             speculative=steps,
         )
 
+    def _limit(self, parts: Sequence[ScheduledRequest]) -> None:
+        """Gives the step the masks of its rows: those of limited requests, whose tokens and drafts are known."""
+        found = list[tuple[int, TokenMatcher, Sequence[int]]]()
+        for place, part in enumerate(parts) if self._limited else ():
+            state = self._limited.get(part.request)
+            if state is not None and state.matcher is not None:
+                state.follow(part.request.output_token_ids)
+                found.append((place * self.decode.each, state.matcher, part.drafts))
+        self.decode.masks.write(make_masks(found, self.model.shapes.vocab_size, self.batch.device))
+
     def _launch_in_turn(self, batch: ScheduledBatch, states: Mapping[str, SamplingState]) -> Flight:
         """A step that the host settles; no other is in flight."""
         flight = self._host.launch(batch, states)
@@ -172,7 +186,7 @@ class UnifiedRunner(DeviceRunner):
         slots = super()._take_in(requests, tables, states)
         for request in requests:
             state = states[request.request_id]
-            if state.edits_logits or state.matcher is not None or request.params.logprobs is not None:
+            if state.edits_logits or request.params.logprobs is not None:
                 self._takers_of_turns.add(request)
         return slots
 

@@ -12,6 +12,7 @@ import torch
 
 from hookline.execution.decode_step import DeviceStep, choose_tokens
 from hookline.execution.draft_batch import DraftDeviceBatch
+from hookline.execution.token_masks import StepMasks
 from hookline.model import CacheTensors, DraftBatch, Proposer, TransformerModel
 from hookline_kernels.draft_inputs import SLOT, draft_inputs
 from hookline_kernels.settle_drafts import settle_drafts
@@ -23,6 +24,9 @@ class UnifiedStep(DeviceStep):
     Args:
         proposer: the model's own draft.
         chance: accepts each draft by a coin of this chance, and chooses greedily, for benchmarks; None verifies.
+
+    Attributes:
+        masks: what the rows of the next step may choose; the host writes them where a request is limited.
     """
 
     batch: DraftDeviceBatch
@@ -42,6 +46,7 @@ class UnifiedStep(DeviceStep):
         self.proposer = proposer
         self.chance = chance
         self.num_drafts = self.each - 1
+        self.masks = StepMasks(self.sizes[-1] * self.each, model.shapes.vocab_size, batch.device)
 
     @torch.inference_mode()
     def _run(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -53,7 +58,9 @@ class UnifiedStep(DeviceStep):
             inputs.temperature.zero_()
         forward = self._forward_batch(inputs)
         hidden = self.model.forward(forward)
-        targets = choose_tokens(self.model.compute_logits(hidden), inputs.options)
+        logits = self.model.compute_logits(hidden)
+        self.masks.apply(logits)
+        targets = choose_tokens(logits, inputs.options)
         settled = settle_drafts(rows, inputs, targets, batch.kept, batch.drafting, chance=self.chance)
         drafts = self.proposer.propose(
             DraftBatch(

@@ -182,6 +182,32 @@ def test_on_a_gpu_a_grammar_gives_what_it_gives_on_a_cpu(kind: str, cuda_graphs:
     assert alone == beside == wanted
 
 
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_a_limited_request_runs_as_whole_steps_on_the_device(device: str) -> None:
+    """Beside others and between them: nothing but edits of logits makes the host verify."""
+    params, free = make_params()[:2], SamplingParams(max_tokens=20, ignore_eos=True)
+    with engine("plain") as run:
+        wanted = told(run.generate(PROMPTS[:2], params, grammar=OBJECT)), results(run.generate(PROMPTS[2:], free))
+    with engine("unified", device=device) as run:
+        runner, launched = run._runner, list[object]()
+        assert isinstance(runner, UnifiedRunner)
+        runner._host.launch = lambda *given: launched.append(given)  # type: ignore[method-assign,assignment,func-returns-value]
+        before = results(run.generate(PROMPTS[2:], free))
+        ids = [run.add_request(prompt, free) for prompt in PROMPTS[2:]]
+        found = told(run.generate(PROMPTS[:2], params, grammar=OBJECT))
+        done: dict[str, Any] = {}
+        while run.has_work:
+            done.update((output.request_id, output) for output in run.step())
+        after = results(run.generate(PROMPTS[2:], free))
+        finish(run)
+    assert (found, before) == wanted
+    assert before == after == results([done[name] for name in ids])
+    assert not launched
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_what_is_allowed_is_chosen(kind: str, running: Callable[[str], Engine]) -> None:
     """Even tokens after an even number of tokens, others after an odd one: each row has a mask of its own."""

@@ -46,6 +46,15 @@ def test_the_kernel_is_the_reference(vocab: int, triton_device: torch.device) ->
     assert torch.equal(masked(logits, [4, 1, 0], bits, "triton", triton_device), want)
 
 
+@pytest.mark.parametrize("how", ["reference", "triton"])
+def test_a_mask_of_no_row_is_nobodys(how: str, triton_device: torch.device) -> None:
+    bits, logits = make_bits(4, 2049), torch.randn(5, 2049)
+    device = triton_device if how == "triton" else torch.device("cpu")
+    want = masked(logits, [4, 2], bits[:2], "reference")
+    assert torch.equal(masked(logits, [4, 2, -1, -1], bits, how, device), want)
+    assert torch.equal(masked(logits, [-1, 4, -1, 2], bits[[2, 0, 3, 1]], how, device), want)
+
+
 def test_other_types_and_wider_rows(triton_dtype: torch.dtype, triton_device: torch.device) -> None:
     wide = torch.randn(3, 300).to(triton_dtype)
     want, found = wide.clone(), wide.to(triton_device, copy=True)
