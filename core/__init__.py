@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from hookline.hookspecs import hookimpl as hookimpl
     from hookline.sampling_params import SamplingParams as SamplingParams
     from hookline.scheduling.output import RequestOutput as RequestOutput
-    from hookline.serving.async_engine import AsyncEngine as AsyncEngine
+    from hookline.serving.process.async_engine import AsyncEngine as AsyncEngine
 
 _HOMES = {
     "Architecture": "hookline.hookspecs",
-    "AsyncEngine": "hookline.serving.async_engine",
+    "AsyncEngine": "hookline.serving.process.async_engine",
     "Engine": "hookline.engine",
     "EngineConfig": "hookline.config",
     "HooklineError": "hookline.errors",

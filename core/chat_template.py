@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -230,8 +231,9 @@ class ChatTemplate:
         try:
             tree = self._sandbox.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(tree)) - {
-                "messages", "add_generation_prompt", *self._sandbox.globals, *self._special_tokens
-            }  # fmt: skip
+                *("messages", "add_generation_prompt", "continue_final_message"),
+                *(*self._sandbox.globals, *self._special_tokens),
+            }
             if next(tree.find_all(_FILES), None) is not None:
                 raise TemplateError("it asks for another file, and there is none")
             hooks = self._sandbox.extensions[_Hooks.identifier]
@@ -241,20 +243,36 @@ class ChatTemplate:
             raise ModelConfigError(f"chat_template is no sound template: {_say(error)}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """The text of the conversation.
 
         Args:
             messages: each with a `role`, and what else the template reads.
             add_generation_prompt: end with what opens the assistant's turn.
+            continue_final_message: end with the text of the last message's content, as `apply_chat_template` of
+                transformers does, with `add_generation_prompt` false.
             variables: what else the template reads, such as `tools` or `enable_thinking`.
 
         Raises:
-            InvalidRequestError: if the template refuses the messages, or has no such variable.
+            InvalidRequestError: if the template refuses the messages or has no such variable, or if the last message
+                cannot be continued: it has no text, or not as the template shows it.
             ModelConfigError: if the template does what it must not, or does not come to an end.
         """
         _check_messages(messages)
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt, variables)
+        opened, text, mark = _marked(messages)
+        return _cut_at(mark, self._render(opened, add_generation_prompt, variables), text)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         for name in variables:
             if name not in self.variables and name not in ("tools", "documents"):
                 raise _unknown_variable(name, self.variables)
@@ -281,6 +299,30 @@ def _check_messages(messages: object) -> None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             hint = 'Write it as {"role": "user", "content": "..."}.'
             raise InvalidRequestError(f"message {number} has no role", field="messages", hint=hint)
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str, str]:
+    """The messages with a mark behind the last one's text; that text; and the mark, which no request can hold."""
+    last, mark = messages[-1], f"END-{secrets.token_hex(10).upper()}"
+    text = last.get("content")
+    if not isinstance(text, str):
+        hint = "Give its content as text, or leave continue_final_message out."
+        raise InvalidRequestError("the last message has no text to continue", field="messages", hint=hint)
+    # The space tells whether the template trims what it shows.
+    return [*messages[:-1], {**last, "content": f"{text}{mark} "}], text, mark
+
+
+def _cut_at(mark: str, rendered: str, text: str) -> str:
+    """The conversation up to the mark; `text` is what stands before it as it came."""
+    if mark not in rendered or text.strip() not in rendered:
+        raise InvalidRequestError(
+            "the last message cannot be continued: the chat template does not show its text as it is",
+            field="messages",
+            hint="Give text that the template leaves alone, such as none with markers of reasoning.",
+        )
+    before, _, after = rendered.rpartition(mark)
+    before = before if after.startswith(" ") else before.rstrip()
+    return before.replace(f"{mark} ", "").replace(mark, "")  # a template may show the text more than once
 
 
 def _unknown_variable(name: str, known: frozenset[str]) -> InvalidRequestError:

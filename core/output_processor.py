@@ -41,6 +41,7 @@ class _Completion:
     matcher: StopStringMatcher
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     steps: list[SpeculativeStep] = field(default_factory=list)
     taken_tokens: int = 0
     ended: bool = False
@@ -95,7 +96,7 @@ class _Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=tuple(self.logprobs) if wants else None,
-            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wants else None,
+            cumulative_logprob=self.cumulative_logprob if wants else None,
             speculative=tuple(self.steps) or None,
         )
 
@@ -278,6 +279,8 @@ class OutputProcessor:
             completion.fail(error)
             kept = len(tokens)
         completion.logprobs.extend(logprobs[:kept])
+        for entry in logprobs[:kept]:  # one by one, as every report of the same tokens adds them up
+            completion.cumulative_logprob += entry.logprob
         if kept < len(tokens):
             del request.output_token_ids[kept - len(tokens) :]
             request.stop_token_id = None

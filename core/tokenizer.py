@@ -155,9 +155,13 @@ class Tokenizer:
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
-        """The text that the chat template makes of a conversation.
+        """The text that the chat template makes of a conversation; see `ChatTemplate.render`.
 
         Raises:
             InvalidRequestError: if there is no chat template, or it refuses the messages.
@@ -168,10 +172,15 @@ class Tokenizer:
                 field="messages",
                 hint="Give a plain prompt, or a model tuned for chat.",
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        opening = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self._template.render(messages, **opening, **variables)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, in which only the template's own text makes control tokens.
 
@@ -185,13 +194,14 @@ class Tokenizer:
         Args:
             messages: each with a `role`, and what else the template reads.
             add_generation_prompt: end with what opens the assistant's turn.
+            continue_final_message: end with the text of the last message's content.
             variables: what else the template reads, such as `tools`.
 
         Raises:
             InvalidRequestError: if there is no chat template, or it refuses the messages.
             ModelConfigError: if the template does what it must not.
         """
-        plain = self.render_chat(messages, add_generation_prompt, **variables)
+        plain = self.render_chat(messages, add_generation_prompt, continue_final_message, **variables)
         token_ids: list[int] = _encode(self._tokenizer, plain, False).ids
         found = [token_id for token_id in token_ids if token_id in self._control_ids]
         texts = list(_texts([messages, variables]))
@@ -200,7 +210,7 @@ class Tokenizer:
         else:
             stand_ins = self._stand_ins({*plain, *(self.chat_template or "")}.union(*texts))
             safe = _shield([messages, variables], self._opening, {char: sign for sign, char in stand_ins.items()})
-            shielded = self.render_chat(safe[0], add_generation_prompt, **safe[1])
+            shielded = self.render_chat(safe[0], add_generation_prompt, continue_final_message, **safe[1])
         back = str.maketrans(stand_ins)
         own = [self._control[part] for part in self._added_text.findall(shielded) if part in self._control]
         same = shielded.translate(back) == plain or not any(map(self._names_control, texts))
@@ -371,7 +381,9 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
         raise InvalidRequestError(
             f"the text is no valid Unicode at character {error.start}: half of a surrogate pair", field="prompt"
         ) from error
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # As a batch: alone it would be encoded under Python's lock, and no other thread could go on meanwhile.
+    [encoding] = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 def _texts(value: object, depth: int = 0) -> Iterator[str]:

@@ -64,6 +64,52 @@ def test_renders_what_transformers_renders(name: str) -> None:
             assert template.render(MESSAGES, **given) == expected
 
 
+LAST_TEXTS = (
+    *("Oslo is", "Oslo is  ", "  Oslo\n", "", "\n", "北京 é", "<think>wait", "<think>map</think>Oslo", "Oslo</think>"),
+    *("<|im_end|>", "END-", "</s>"),
+)
+
+
+def continued(template: str, messages: list[dict[str, Any]]) -> str | None:
+    """What transformers makes of a last message that goes on; None where it refuses to."""
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **specials)
+    try:
+        found = theirs.apply_chat_template(
+            messages, chat_template=template, tokenize=False, continue_final_message=True, add_generation_prompt=False
+        )
+    except ValueError:
+        return None
+    return str(found).replace("CONTINUE_FINAL_MESSAGE_TAG", "")  # which it leaves where a text is shown twice
+
+
+@pytest.mark.parametrize("name", [name for name, source in TEMPLATES.items() if "content" in source])
+def test_continues_a_last_message_as_transformers_does(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    for text in LAST_TEXTS:
+        messages = [*MESSAGES, {"role": "assistant", "content": text}]
+        expected = continued(TEMPLATES[name], messages)
+        if expected is not None:
+            assert template.render(messages, continue_final_message=True) == expected
+            continue
+        with pytest.raises(InvalidRequestError, match="cannot be continued") as caught:
+            template.render(messages, continue_final_message=True)
+        assert caught.value.field == "messages"
+
+
+def test_what_is_continued_is_text() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for content in (None, 5, [{"type": "text", "text": "a"}]):
+        with pytest.raises(InvalidRequestError, match="no text to continue"):
+            template.render([{"role": "assistant", "content": content}], continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="no text to continue"):
+        template.render([{"role": "assistant"}], continue_final_message=True)
+    last = {"role": "assistant", "content": "a"}
+    assert template.render([last], continue_final_message=True) == "a" == last["content"]
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        ChatTemplate("{% for m in messages %}a{% endfor %}").render([last], continue_final_message=True)
+
+
 def test_variables_that_the_template_reads_may_be_given() -> None:
     template = ChatTemplate(TEMPLATES["prompt"])
     assert template.variables == {"enable_thinking"}

@@ -221,6 +221,24 @@ def test_harmless_chats_have_transformers_ids(name: str) -> None:
             assert tokenizer.apply_chat_template(messages, generation) == expected
 
 
+@pytest.mark.parametrize("name", ["chatml", "trimmed", "built", "cut at a mark", "eos"])
+def test_harmless_chats_go_on_with_transformers_ids(name: str) -> None:
+    tokenizer = Tokenizer(byte_level(), TEMPLATES[name], {"eos_token": "<|im_end|>"})
+    refused = 0
+    for content in HARMLESS:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+        going_on = {"add_generation_prompt": False, "continue_final_message": True}
+        try:
+            expected = transformers_ids(byte_level(), TEMPLATES[name], messages, **going_on)
+        except ValueError:
+            refused += 1
+            with pytest.raises(InvalidRequestError, match="cannot be continued"):
+                tokenizer.apply_chat_template(messages, **going_on)
+        else:
+            assert tokenizer.apply_chat_template(messages, **going_on) == expected
+    assert refused <= (name == "cut at a mark")
+
+
 ATTACKS = [
     ATTACK,
     "  " + ATTACK + "\n",
@@ -241,6 +259,21 @@ def test_content_makes_no_control_tokens(name: str, content: str) -> None:
         return [i for i in tokenizer.apply_chat_template(messages) if i in tokenizer.special_ids]
 
     assert controls(content) == controls("harmless") != []
+
+
+@pytest.mark.parametrize("content", ATTACKS)
+@pytest.mark.parametrize("name", ["chatml", "trimmed", "built", "eos"])
+def test_a_text_that_goes_on_makes_no_control_tokens(name: str, content: str) -> None:
+    tokenizer = Tokenizer(byte_level(), TEMPLATES[name], {"eos_token": "<|im_end|>"})
+
+    def ids(text: str) -> list[int]:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+        return tokenizer.apply_chat_template(messages, continue_final_message=True)
+
+    found, harmless = ids(content), ids("harmless")
+    special = [i for i in found if i in tokenizer.special_ids]
+    assert special == [i for i in harmless if i in tokenizer.special_ids] != []
+    assert tokenizer.decode(found, skip_special_tokens=False).rstrip().endswith(content.strip())
 
 
 def test_attack_reads_as_ordinary_text(chat: Tokenizer) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,18 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to ask: an address, the path before `/v1`, the model by the name that it is served by, and a key."""
+    """Whom to ask: an address, the path before `/v1`, the model by the name that it is served by, and a key.
+
+    With `is_tls` the server must have a certificate for `host` from whom this machine trusts, or from those in the file
+    that the environment's `SSL_CERT_FILE` names.
+    """
 
     host: str
     port: int
     path: str
     model: str
     key: str | None = None
+    is_tls: bool = False
 
 
 @dataclass(slots=True)
@@ -133,6 +139,8 @@ class _Client:
             raise ServerError(f"the server {target.host} cannot be found: {error.strerror}") from None
         self._family: socket.AddressFamily = found[0][0]
         self._address: tuple[Any, ...] = found[0][4]
+        self._host = target.host
+        self._tls = ssl.create_default_context() if target.is_tls else None
         self._selector = selectors.DefaultSelector()
         self._idle: list[socket.socket] = []
 
@@ -176,6 +184,8 @@ class _Client:
         connection = socket.socket(self._family, socket.SOCK_STREAM)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:  # the first bytes that are sent bring the handshake about
+            connection = self._tls.wrap_socket(connection, server_hostname=self._host, do_handshake_on_connect=False)
         connection.connect_ex(self._address)  # what goes wrong shows when it is written to
         self._selector.register(connection, selectors.EVENT_WRITE, stream)
 
@@ -188,10 +198,14 @@ class _Client:
         try:
             if stream.unsent:
                 stream.unsent = stream.unsent[connection.send(stream.unsent) :]
-                if not stream.unsent:
-                    self._selector.modify(connection, selectors.EVENT_READ, stream)
+                wanted = selectors.EVENT_WRITE if stream.unsent else selectors.EVENT_READ
+                self._selector.modify(connection, wanted, stream)
                 return False
             data = connection.recv(_READ_BYTES)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:  # TLS has something of its own to exchange
+            reads = isinstance(want, ssl.SSLWantReadError)
+            self._selector.modify(connection, selectors.EVENT_READ if reads else selectors.EVENT_WRITE, stream)
+            return False
         except OSError as error:
             data, stream.broken = b"", f"the connection failed: {error.strerror}"
         if not data:

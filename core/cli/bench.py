@@ -19,7 +19,7 @@ from hookline.benchmark.report import Figure
 from hookline.benchmark.workload import Lengths, fixed_lengths, lognormal_lengths
 from hookline.cli.options import adapt_options, engine_options
 from hookline.cli.output_file import check_output
-from hookline.cli.remote import RemoteServer, check_local_options, read_key, split_url, url_options
+from hookline.cli.remote import PORTS, RemoteServer, check_local_options, read_key, split_url, url_options
 from hookline.cli.source import read_subject, source_options, subject_config
 from hookline.cli.speculation import speculative_config, speculative_options
 from hookline.cli.starting import start_engine
@@ -273,12 +273,10 @@ def _bench_server(
     """The measure `serve` of a server.
 
     Raises:
-        UsageError: if it is behind TLS, or a request is longer than its context.
+        UsageError: if a request is longer than its context.
         ServerError: if it cannot be reached, or answers no request in full.
     """
     parts, key = split_url(values["url"]), read_key(values["api_key_file"])
-    if parts.scheme != "http":
-        raise UsageError(f"--url is {values['url']}", hint="Give an http:// address: TLS would be measured too.")
     server = RemoteServer(values["url"], values["model"], key)
     longest = max(length.total for length in work)
     if server.max_model_len is not None and longest > server.max_model_len:
@@ -286,7 +284,8 @@ def _bench_server(
             f"a request has {longest} tokens, and the context of {server.model} {server.max_model_len}",
             hint="Give shorter --input-len and --output-len.",
         )
-    target = Target(str(parts.hostname), parts.port or 80, parts.path, server.model, key)
+    port, is_tls = parts.port or PORTS[parts.scheme], parts.scheme == "https"
+    target = Target(str(parts.hostname), port, parts.path, server.model, key, is_tls)
     outcome = send_load(
         target, work, choice, vocab_size=values["vocab_size"], rate=workload.get("rate"),
         concurrency=workload.get("concurrency"), warmup=values["warmup"], seed=values["seed"],
@@ -302,7 +301,10 @@ def _bench_server(
         workload=workload | {"vocab_size": values["vocab_size"]},
         figures=figures,
         failures=outcome.failures,
-        notes=["ITL is the gap between two chunks, each of which may have several tokens; TPOT counts tokens."],
+        notes=[
+            "ITL is the gap between two chunks, each of which may have several tokens; TPOT counts tokens.",
+            *["TLS is part of what was measured: its handshakes, too, count to first tokens."] * is_tls,
+        ],
     )
 
 

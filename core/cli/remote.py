@@ -23,7 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Seconds for a connection, and between two signs of life of an answer: servers send comments while nothing comes.
 _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 300.0
-_PORTS: Mapping[str, int] = MappingProxyType({"http": 80, "https": 443})
+# Ports of addresses that name none.
+PORTS: Mapping[str, int] = MappingProxyType({"http": 80, "https": 443})
 
 
 def url_options(command: F) -> F:
@@ -89,7 +90,7 @@ def split_url(url: str) -> SplitResult:
     """
     try:
         parts = urlsplit(url)
-        sound = parts.scheme in _PORTS and parts.hostname and parts.port != 0
+        sound = parts.scheme in PORTS and parts.hostname and parts.port != 0
     except ValueError:
         sound = False
     if not sound:
@@ -193,7 +194,7 @@ class RemoteServer:
         headers |= {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         data = None if body is None else json.dumps(body).encode()
         try:
-            port = parts.port or _PORTS[parts.scheme]
+            port = parts.port or PORTS[parts.scheme]
             with closing(make(str(parts.hostname), port, timeout=_CONNECT_SECONDS)) as connection:
                 connection.connect()
                 connection.sock.settimeout(_SILENT_SECONDS)

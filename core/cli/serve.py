@@ -17,16 +17,16 @@ from hookline.config import PluginOptions, expand_home, parse_bytes, read_enviro
 from hookline.errors import UsageError
 from hookline.model_store import DEFAULT_MODEL
 from hookline.serving.limits import Limits
+from hookline.serving.server_config import REASONING_FIELDS, ServerConfig
 
 if TYPE_CHECKING:
-    from hookline.serving.messages import Stage
-    from hookline.serving.server_config import ServerConfig
+    from hookline.serving.process.messages import Stage
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SERVER_FIELDS = (
     *("host", "port", "allowed_hosts", "served_model_names", "metrics_prefix", "open_metrics"),
-    *("tool_parser", "reasoning_parser", "strict_api"),
+    *("tool_parser", "reasoning_parser", "reasoning_fields", "strict_api"),
 )
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(dataclasses.asdict(Limits()))
 _STAGES: Mapping[str, tuple[str, Unit]] = MappingProxyType(
@@ -124,6 +124,13 @@ def _kind(name: str) -> tuple[Any, str, Any]:
     metavar="NAME",
     help='How the model marks its reasoning; "" for none.  [default: as its plugin says]',
 )
+@click.option(
+    "--reasoning-fields",
+    type=click.Choice(tuple(REASONING_FIELDS)),
+    default="both",
+    show_default=True,
+    help="Under which names reasoning is sent. Both are read in a conversation's history.",
+)
 @click.option("--strict-api", is_flag=True, help="Refuse fields that are not known, in place of leaving them aside.")
 @_limit_options
 @engine_options
@@ -157,16 +164,14 @@ def serve(ctx: click.Context, /, model: str | None, model_option: str | None, **
     listener = server.bind(config.host, config.port)
     console = _Console()
     try:
-        find_model(config.engine)
-        ctx.exit(server.serve(config, listener, on_stage=console.show, say=console.say))
+        found = find_model(config.engine)
+        ctx.exit(server.serve(config, listener, model=found, on_stage=console.show, say=console.say))
     finally:
         console.close()
         listener.close()
 
 
 def _server_config(model: str, values: Mapping[str, Any], plugins: PluginOptions | None) -> ServerConfig:
-    from hookline.serving.server_config import ServerConfig
-
     keys = [*values["api_keys"], *read_environment().api_keys]
     if values["api_key_file"] is not None:
         keys += _read_keys(values["api_key_file"])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hookline.grammar import GrammarSpec
 from hookline.parsers.constraint import allowed_functions, calls_grammar
 from hookline.parsers.contract import ToolCallDelta
 from hookline.parsers.json_scanner import JsonObjectScanner, Stop
-from hookline.parsers.scanning import Content, MarkedText, Markers
+from hookline.parsers.scanning import Found, MarkedText, Markers
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _BEGINNING, _IN_TAG = Markers(_BEGIN), Markers(_BEGIN, _END)
@@ -54,11 +54,8 @@ class HermesParser:
 
     def __init__(self) -> None:
         self._text = MarkedText()
-        self._beside = Content()
-        self._content: list[str] = []
-        self._deltas: list[ToolCallDelta] = []
+        self._found = Found()
         self._state = self._read_content
-        self._index = -1
         self._call = _Call()
         # Whether the name of `_call` was given, so that it is a call whatever comes.
         self._is_given = False
@@ -71,46 +68,34 @@ class HermesParser:
         self._text.push(text)
         while self._state():
             continue
-        return self._take()
+        return self._found.take()
 
     def flush(self) -> tuple[str, Sequence[ToolCallDelta]]:
         """What was held back, at the end of the answer. A call whose arguments have begun stays cut short."""
         rest = self._text.rest()
         if self._state != self._read_tag or not self._called_in_tag:
-            self._show("".join(self._held) + rest)
-        self._content.append(self._beside.flush())
-        return self._take()
-
-    def _take(self) -> tuple[str, Sequence[ToolCallDelta]]:
-        content, deltas = "".join(self._content), tuple(self._deltas)
-        self._content.clear()
-        self._deltas.clear()
-        return content, deltas
-
-    def _show(self, text: str) -> None:
-        self._content.append(self._beside.push(text))
+            self._found.show("".join(self._held) + rest)
+        return self._found.end()
 
     def _show_held(self, more: str = "") -> None:
         """What is held, and `more`, was no call."""
-        self._show("".join(self._held) + more)
+        self._found.show("".join(self._held) + more)
         self._held.clear()
 
     def _give(self, name: str, arguments: str) -> None:
         """More of a call's arguments, and its name before the first of them."""
-        if not self._is_given:
-            self._index += 1
-            self._beside.call()
-            self._held.clear()
-            self._deltas.append(ToolCallDelta(self._index, name, arguments))
-            self._is_given = self._called_in_tag = True
-        else:
-            self._deltas.append(ToolCallDelta(self._index, None, arguments))
+        if self._is_given:
+            self._found.add_arguments(arguments)
+            return
+        self._held.clear()
+        self._found.begin_call(name, arguments)
+        self._is_given = self._called_in_tag = True
 
     # -- states: each reads on, and says whether there may be more to read ---------------------------------------------
 
     def _read_content(self) -> bool:
         before, marker = self._text.read(_BEGINNING)
-        self._show(before)
+        self._found.show(before)
         if marker:
             self._begin_tag()
         return bool(marker)
@@ -234,6 +219,10 @@ def _name(item: str) -> str:
     return name.strip()
 
 
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _arguments(item: str) -> str:
     """The arguments' object, which may stand in a string; `null` and an empty string are arguments of none."""
     if item.startswith("{"):
@@ -241,6 +230,6 @@ def _arguments(item: str) -> str:
     inner = json.loads(item)
     text = "{}" if inner is None else inner.strip() or "{}" if isinstance(inner, str) else ""
     text.encode()
-    if not isinstance(json.loads(text), dict):
+    if not isinstance(json.loads(text, parse_constant=_refuse), dict):
         raise ValueError("a call's arguments are no object")
     return text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hookline.parsers.contract import ToolCallDelta
+
 
 class Markers:
     """Texts to look for together.
@@ -92,3 +94,41 @@ class Content:
     def flush(self) -> str:
         """The white space of an answer that has nothing else."""
         return "" if self._calls else "".join(self._space)
+
+
+class Found:
+    """What a parser of tool calls has read of an answer and not given on yet."""
+
+    __slots__ = ("_beside", "_content", "_deltas", "_index")
+
+    def __init__(self) -> None:
+        self._beside = Content()
+        self._content: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+        self._index = -1
+
+    def show(self, text: str) -> None:
+        """Takes text beside the calls."""
+        self._content.append(self._beside.push(text))
+
+    def begin_call(self, name: str, arguments: str = "") -> None:
+        """Takes the beginning of the next call."""
+        self._index += 1
+        self._beside.call()
+        self._deltas.append(ToolCallDelta(self._index, name, arguments))
+
+    def add_arguments(self, text: str) -> None:
+        """Takes more of the call that began last."""
+        self._deltas.append(ToolCallDelta(self._index, None, text))
+
+    def take(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Content and pieces of calls since the last time, as a parser's `push` gives them."""
+        content, deltas = "".join(self._content), tuple(self._deltas)
+        self._content.clear()
+        self._deltas.clear()
+        return content, deltas
+
+    def end(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """`take` at the answer's end."""
+        self._content.append(self._beside.flush())
+        return self.take()

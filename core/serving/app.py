@@ -7,16 +7,17 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from hookline.errors import HooklineError
 from hookline.plugins import engine_version
 from hookline.serving import openapi, routes
-from hookline.serving.accounting import Accounting, answer_error, error_response
+from hookline.serving.accounting import Accounting, answer_error, answer_nobody, error_response
 from hookline.serving.api_errors import ApiError
 from hookline.serving.front import Front
+from hookline.serving.guards import Guards
 
 
 class Application(FastAPI):
@@ -33,6 +34,7 @@ class Application(FastAPI):
                 ApiError: answer_error,
                 HooklineError: answer_error,
                 HTTPException: _answer_http_error,
+                ClientDisconnect: answer_nobody,
                 Exception: answer_error,  # Starlette raises it again behind the answer: see `Accounting`
             },
         )
@@ -45,7 +47,7 @@ class Application(FastAPI):
 
 
 def make_app(front: Front, routers: Sequence[APIRouter] = ()) -> ASGIApp:
-    """The application of a server, without the guards before it.
+    """The application of a server: its routes behind the guards, and all of it accounted for.
 
     Args:
         routers: of probes and pages.
@@ -53,7 +55,7 @@ def make_app(front: Front, routers: Sequence[APIRouter] = ()) -> ASGIApp:
     app = Application()
     for router in (routes.make_router(front), *routers):
         app.include_router(router)
-    return Accounting(app, front.config.limits, front.metrics)
+    return Accounting(Guards(app, front.config), front.config.limits, front.metrics)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

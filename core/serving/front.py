@@ -9,19 +9,20 @@ from typing import Self
 from hookline.parsers.contract import ReasoningFormat, ToolFormat
 from hookline.plugins import Plugin
 from hookline.serving.api_errors import ApiError
-from hookline.serving.async_engine import AsyncEngine
-from hookline.serving.calls import Calls, engine_gone, shutting_down
-from hookline.serving.choice import AnswerContext
-from hookline.serving.grammars import GrammarCompiler
+from hookline.serving.intake import Intake
 from hookline.serving.lifecycle import Lifecycle
-from hookline.serving.messages import Facts
+from hookline.serving.limits import RETRY_SECONDS
 from hookline.serving.metrics import Metrics
+from hookline.serving.process.async_engine import AsyncEngine
+from hookline.serving.process.messages import Facts
+from hookline.serving.replies.calls import Calls, engine_gone, shutting_down
+from hookline.serving.replies.choice import AnswerContext
+from hookline.serving.replies.token_texts import TokenTexts
+from hookline.serving.replies.watched_parsers import WatchedReasoning, WatchedTools
+from hookline.serving.requests.grammars import GrammarCompiler
+from hookline.serving.requests.validate import Validator
 from hookline.serving.server_config import ServerConfig
-from hookline.serving.token_texts import TokenTexts
-from hookline.serving.validate import Validator
 from hookline.tokenizer import Tokenizer
-
-_RETRY_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,14 @@ class ServedModel:
         reasoning_format: ReasoningFormat | None = None,
     ) -> Self:
         """What serves the model of `facts`."""
+        tools = None if tool_format is None else WatchedTools(tool_format, facts.plugin)
+        reasoning = None if reasoning_format is None else WatchedReasoning(reasoning_format, facts.plugin)
         return cls(
             facts=facts,
             tokenizer=tokenizer,
             validator=Validator(facts, tokenizer, config, tool_format, reasoning_format),
             grammars=grammars,
-            context=AnswerContext(TokenTexts(tokenizer), frozenset(facts.eos_token_ids), tool_format, reasoning_format),
+            context=AnswerContext(TokenTexts(tokenizer), frozenset(facts.eos_token_ids), tools, reasoning),
             created=int(time.time()),
         )
 
@@ -68,6 +71,7 @@ class Front:
 
     Attributes:
         served: None until the engine is ready.
+        intake: of the bodies of all routes.
         calls: that are at work.
     """
 
@@ -85,6 +89,7 @@ class Front:
         self.metrics = metrics
         self.plugins = plugins
         self.served: ServedModel | None = None
+        self.intake = Intake(config.limits)
         self.calls = Calls(config.limits)
 
     def open_model(self) -> ServedModel:
@@ -106,5 +111,5 @@ class Front:
             ApiError: 503 while the model loads.
         """
         if self.served is None:
-            raise ApiError(503, "The model is loading.", code="loading", retry_after=_RETRY_SECONDS)
+            raise ApiError(503, "The model is loading.", code="loading", retry_after=RETRY_SECONDS)
         return self.served

@@ -1,4 +1,4 @@
-"""What stands before every route: API keys by default deny, the header `Host`, the kind and the shape of bodies.
+"""What stands before every route: API keys by default deny, the headers `Host` and `X-Request-Id`, bodies' shape.
 
 No route is reached that this does not let through, known or not: it looks at the path as it came, before anything
 decodes or routes it. There is no CORS: pages of other origins are not served.
@@ -6,21 +6,17 @@ decodes or routes it. There is no CORS: pages of other origins are not served.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hookline.serving.accounting import error_response
+from hookline.serving.accounting import LABEL_HEADER, error_response, find_label, is_label
 from hookline.serving.api_errors import ApiError
-from hookline.serving.limits import Limits
 from hookline.serving.server_config import ServerConfig
 
 OPEN_PATHS = frozenset({b"/", b"/health", b"/livez", b"/ping", b"/readyz", b"/startup"})
@@ -37,13 +33,8 @@ SECURITY_HEADERS = (
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # Lists and objects of one body. No call needs so many, and each costs far more memory than its two bytes of text.
 _MOST_CONTAINERS = 100_000
-# Bodies beyond this are read and worked on in a thread, so that others go on meanwhile.
-_LARGE_BODY = 32 * 2**10
 # A string with what may make it a key, or a bracket. The string's end may be missing: so no start is tried twice.
 _TOKEN = re.compile(rb'("(?:[^"\\]++|\\.)*+"?)(?:[ \t\r\n]*+(:))?|([\[{])|([\]}])', re.DOTALL)
-
-
-Result = TypeVar("Result")
 
 
 class Guards:
@@ -59,6 +50,7 @@ class Guards:
         self._keys = tuple((digest, _salt(digest)) for digest in keys)
         self._open = OPEN_PATHS | ({METRICS_PATH} if config.open_metrics else frozenset())
         self._hosts = _allowed_hosts(config)
+        self._most_chars = config.limits.label_chars
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,6 +59,7 @@ class Guards:
             scope.setdefault("state", {})["cache_salt"] = self._admit(scope)
             self._check_host(scope)
             _check_kind(scope)
+            self._check_label(scope)
         except ApiError as error:
             response = error_response(error)
             if error.status == 401:
@@ -105,6 +98,15 @@ class Guards:
                 400, "The header Host names another server. Allow it with --allowed-host.", code="invalid_host"
             )
 
+    def _check_label(self, scope: Scope) -> None:
+        """The client's own id goes into answers and logs."""
+        label = find_label(scope["headers"])
+        if label and not is_label(label, self._most_chars):
+            raise ApiError(
+                400, f"X-Request-Id must be 1 to {self._most_chars} printable ASCII characters.",
+                param=LABEL_HEADER, code="invalid_value",
+            )  # fmt: skip
+
 
 def _check_kind(scope: Scope) -> None:
     """A body must say that it is JSON: what browsers send to other origins without asking is none."""
@@ -115,31 +117,6 @@ def _check_kind(scope: Scope) -> None:
         raise ApiError(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
     if any(value.strip().lower() not in (b"", b"identity") for value in encodings):
         raise ApiError(415, "The body is compressed. Send it as it is, without Content-Encoding.")
-
-
-async def read_json(request: Request, limits: Limits, work: Callable[[dict[str, Any]], Result]) -> Result:
-    """What `work` makes of a request's body, a JSON object: in a thread if it is large, as parsing and tokenizing take.
-
-    How long the body may take to come is the connection's matter: see `protocol`.
-
-    Raises:
-        ApiError: 413 if it is too large, 400 if it is no JSON object, nested too deep, or names a key twice; as `work`.
-        ClientDisconnect: if the client has gone.
-    """
-
-    def read(data: bytes) -> Result:
-        return work(parse_object(data, limits.json_depth))
-
-    most = limits.body_bytes
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > most:
-        raise _too_large(most)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise _too_large(most)
-    return await asyncio.to_thread(read, bytes(body)) if len(body) > _LARGE_BODY else read(bytes(body))
 
 
 def parse_object(body: bytes, depth: int) -> dict[str, Any]:
@@ -193,10 +170,6 @@ def _plain(key: bytes) -> bytes:
         return orjson.dumps(orjson.loads(key))
     except orjson.JSONDecodeError:
         return key  # the parser refuses it
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The body has more than {most} bytes.", code="body_too_large")
 
 
 def _digest(key: bytes) -> bytes:

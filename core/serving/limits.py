@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 from hookline.errors import UsageError
 
+# After so many seconds a client that a bound has turned away may come again.
+RETRY_SECONDS = 2
+
 _MOST = 2**40
 # Of a time, which would otherwise be over before anything could happen: a stream would be comments without a pause.
 _LEAST_SECONDS = 0.001
@@ -18,6 +21,7 @@ class Limits:
 
     Attributes:
         body_bytes: of a request's body.
+        bodies: of that size, whose bytes may be received and worked on at a time, all bodies together.
         header_bytes, header_count: of a request's head, its first line included.
         json_depth: how deep lists and objects of a body may be nested.
         n: answers to one prompt.
@@ -29,17 +33,20 @@ class Limits:
         label_chars: of a client's own request id.
         waiting: answers that may wait for the engine; more are refused with 429.
         header_seconds, body_seconds: until a request's head and body must have come.
-        queue_seconds: until a request must have begun to run; then 503.
-        request_seconds: until it must have ended.
+        queue_seconds: until a body that has come must have been worked on, and from then on until the request must have
+            begun to run; then 503.
+        request_seconds: until it must have ended, since it was worked on.
         step_seconds: that one step of the engine may take before the engine counts as dead.
         drain_seconds: that running requests get after SIGTERM.
         reader_seconds: that a client may let a stream's bytes lie.
+        reader_values: that may wait for a client who reads slowly: tokens, and the likeliest ones reported of them.
         ping_seconds: between the comments that keep an idle stream alive.
         grammar_seconds, grammar_memory: processor time and bytes of memory for compiling one grammar.
         grammar_cache_bytes: of compiled grammars that are kept.
     """
 
     body_bytes: int = 8 * 2**20
+    bodies: int = 4
     header_bytes: int = 32 * 2**10
     header_count: int = 100
     json_depth: int = 64
@@ -60,6 +67,7 @@ class Limits:
     step_seconds: float = 30.0
     drain_seconds: float = 30.0
     reader_seconds: float = 30.0
+    reader_values: int = 2**16
     ping_seconds: float = 15.0
     grammar_seconds: float = 2.0
     grammar_memory: int = 256 * 2**20

@@ -16,9 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from hookline.plugins import engine_version
 from hookline.scheduling.output import Load
-from hookline.serving.messages import Facts, Report
+from hookline.serving.process.messages import Facts, Report
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # How a request can end, and what counts as the last of them where a caller's word is another.
@@ -35,6 +34,7 @@ _SPANS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 _TOKENS = (*(float(step * 10**power) for power in range(6) for step in (1, 2, 5)), 1e6)
 _BATCH = (1.0, *(float(2**power) for power in range(3, 16)))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_CALLS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class _Kind(NamedTuple):
@@ -112,6 +112,7 @@ class Metrics:
         self._received = self._prompt_tokens = self._generated_tokens = 0
         self._ended = dict.fromkeys(END_REASONS, 0)
         self._http: dict[tuple[str, str, str], int] = {}
+        self._http_seconds: dict[tuple[str, str], _Buckets] = {}
         self._buckets = {name: _Buckets(kind.bounds) for name, kind in _HISTOGRAMS.items()}
         self._gaps = self._buckets["inter_token_latency_seconds"]
         self._steps = self._buckets["iteration_tokens_total"]
@@ -191,17 +192,26 @@ class Metrics:
             if value is not None:
                 self._buckets[name].observe(value)
 
-    def http(self, route: str | None, method: str, status: int) -> None:
+    def http(self, route: str | None, method: str, status: int, seconds: float) -> None:
         """A call of HTTP was answered.
 
         Args:
             route: the template of the route that it matched, never a path as it came; None where none did.
+            seconds: from its head to the end of its answer.
         """
-        key = (
-            route if route is not None else _OTHER,
-            method if method in _METHODS else _OTHER,
-            f"{status // 100}xx" if 100 <= status < 600 else _OTHER,
-        )
+        handler, method = route if route is not None else _OTHER, method if method in _METHODS else _OTHER
+        self._count_call(handler, method, status)
+        buckets = self._http_seconds.get((handler, method))
+        if buckets is None:
+            buckets = self._http_seconds[handler, method] = _Buckets(_CALLS)
+        buckets.observe(seconds)
+
+    def refused(self, status: int) -> None:
+        """Something that did not become a call was answered: a head that is none, one connection too many."""
+        self._count_call(_OTHER, _OTHER, status)
+
+    def _count_call(self, handler: str, method: str, status: int) -> None:
+        key = handler, method, f"{status // 100}xx" if 100 <= status < 600 else _OTHER
         self._http[key] = self._http.get(key, 0) + 1
 
     def render(self) -> bytes:
@@ -215,6 +225,14 @@ class Metrics:
         for key, count in self._http.items():
             calls.add_metric(key, count)
         yield calls
+        spans = HistogramMetricFamily(
+            f"{self._prefix}:http_request_duration_seconds",
+            "From a call's head to the end of its answer, by route.",
+            labels=["handler", "method"],
+        )
+        for labels, buckets in self._http_seconds.items():
+            buckets.add_to(spans, labels)
+        yield spans
         stages = self._gauge("startup_stage_seconds", "Seconds of each stage of the start.", ["stage"])
         for name, seconds in self._stages.items():
             stages.add_metric([name], seconds)
@@ -226,7 +244,7 @@ class Metrics:
     def _infos(self, facts: Facts) -> Iterator[Metric]:
         plugin, _, version = facts.plugin.rpartition(" ")
         values = {"plugin": plugin or version, "version": version if plugin else ""}
-        values |= {"api": str(engine_version()), "state": "in use"}
+        values["state"] = "in use"
         yield self._info("engine_plugin_info", "The plugin that serves the model.", values)
         values = {"model_name": self._model_name, "block_size": str(facts.block_size)}
         values |= {"num_gpu_blocks": str(facts.num_blocks), "enable_prefix_caching": str(facts.prefix_caching)}

@@ -59,6 +59,7 @@ def _answers() -> dict[str, Any]:
         "TokenizerInfo": {"type": "object"},
         "Version": _object(version=_TEXT),
         "Plugins": _object(plugins=_list({"type": "object"})),
+        "DeepHealth": _object(status=_TEXT, seconds=_NUMBER, age_seconds=_NUMBER),
     }
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hookline.scheduling.output import Load
+from hookline.serving.accounting import json_response
 from hookline.serving.lifecycle import Lifecycle
+from hookline.serving.limits import RETRY_SECONDS
 
-_RETRY_SECONDS = 2
 _STATUS = {
     "type": "object",
     "required": ["status"],
@@ -24,6 +24,7 @@ _STATUS = {
         "stages": {"type": "object", "additionalProperties": {"type": "number"}},
     },
 }
+_FRESH = {"cache-control": "no-store"}
 _LOAD = {
     "type": "object",
     "properties": {name: {"type": "integer"} for name in ("server_load", "running", "waiting", "used_blocks")},
@@ -68,7 +69,7 @@ def make_router(lifecycle: Lifecycle, load: Callable[[], Load]) -> APIRouter:
         found = load()
         shown = {"server_load": found.running + found.waiting, "running": found.running, "waiting": found.waiting}
         shown["used_blocks"] = found.used_blocks
-        return _json(shown, 200)
+        return json_response(shown, headers=_FRESH)
 
     def add(route: Callable[[Request], Awaitable[Response]], paths: str, responses: Mapping[int | str, Any]) -> None:
         for path in paths.split():
@@ -83,11 +84,7 @@ def make_router(lifecycle: Lifecycle, load: Callable[[], Load]) -> APIRouter:
 
 
 def _answer(lifecycle: Lifecycle, status: int) -> Response:
-    response = _json(lifecycle.to_dict(), status)
+    response = json_response(lifecycle.to_dict(), status, _FRESH)
     if status == 503:
-        response.headers["retry-after"] = str(_RETRY_SECONDS)
+        response.headers["retry-after"] = str(RETRY_SECONDS)
     return response
-
-
-def _json(value: object, status: int) -> Response:
-    return Response(orjson.dumps(value), status, headers={"cache-control": "no-store"}, media_type="application/json")

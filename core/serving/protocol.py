@@ -11,15 +11,17 @@ import asyncio
 import re
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from hookline.serving.accounting import LABEL_HEADER, REFUSED, find_label, is_label
 from hookline.serving.api_errors import ApiError
-from hookline.serving.event_stream import DROP_CONNECTION
-from hookline.serving.limits import Limits
+from hookline.serving.limits import RETRY_SECONDS, Limits
+from hookline.serving.replies.event_stream import DROP_CONNECTION
 
 # Requests of one connection that may wait for the answers before them.
 _MOST_PIPELINED = 8
@@ -43,12 +45,17 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. `bounded_protocol` gives the class its limits.
 
     Attributes:
-        limits: `header_bytes`, `header_count`, `header_seconds`, `body_seconds` and `reader_seconds` count.
+        limits: `header_bytes`, `header_count`, `header_seconds`, `body_seconds`, `reader_seconds` and `label_chars`
+            count.
         most_connections: at a time; one more is answered with 503.
     """
 
     limits = Limits()
     most_connections = 1024
+
+    @staticmethod
+    def refused(status: int) -> None:
+        """Is told of each answer that is given here and that no application knows of."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -69,8 +76,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) > self.most_connections:
             # Closed at once: what lingers would be one connection more.
             self._is_over = True
-            error = ApiError(503, "The server has too many connections.", code="overloaded", retry_after=2)
-            transport.write(self._error_bytes(error))
+            what = "The server has too many connections."
+            self._answer(ApiError(503, what, code="overloaded", retry_after=RETRY_SECONDS))
             transport.close()
         else:
             self._set_timer(self.limits.header_seconds)
@@ -238,15 +245,27 @@ class BoundedProtocol(HttpToolsProtocol):
             if started:
                 self.transport.close()
                 return
-        self.transport.write(self._error_bytes(error))
+            last.scope["state"][REFUSED] = error.status  # the application counts it
+            self.transport.write(self._error_bytes(error))
+        else:
+            self._answer(error)
         self._linger()
+
+    def _answer(self, error: ApiError) -> None:
+        """Answers in an application's place."""
+        self.refused(error.status)
+        self.transport.write(self._error_bytes(error))
 
     def _error_bytes(self, error: ApiError) -> bytes:
         body = orjson.dumps(error.body())
         own = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        allow = {"allow": _ALLOW} if error.status == 405 else {}
+        if error.status == 405:
+            own["allow"] = _ALLOW
+        label = find_label(self.headers) if self._in_head or self._body_expected else b""
+        if is_label(label, self.limits.label_chars):
+            own[LABEL_HEADER] = label.decode()
         lines = [b"%s: %s\r\n" % pair for pair in self.server_state.default_headers]
-        lines += [f"{name}: {value}\r\n".encode() for name, value in (own | error.headers | allow).items()]
+        lines += [f"{name}: {value}\r\n".encode() for name, value in (own | error.headers).items()]
         return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
 
     def _linger(self) -> None:
@@ -296,6 +315,9 @@ def _disconnect(cycle: Any) -> None:
     cycle.message_event.set()
 
 
-def bounded_protocol(limits: Limits, most_connections: int) -> type[BoundedProtocol]:
+def bounded_protocol(
+    limits: Limits, most_connections: int, refused: Callable[[int], None] = BoundedProtocol.refused
+) -> type[BoundedProtocol]:
     """The protocol with these bounds, as uvicorn takes it: a class."""
-    return type("Protocol", (BoundedProtocol,), {"limits": limits, "most_connections": most_connections})
+    own = {"limits": limits, "most_connections": most_connections, "refused": staticmethod(refused)}
+    return type("Protocol", (BoundedProtocol,), own)

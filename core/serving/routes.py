@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from hookline.plugins import engine_version
 from hookline.serving import token_routes
-from hookline.serving.bodies import Body
-from hookline.serving.call_response import CallResponse
+from hookline.serving.accounting import json_response
+from hookline.serving.deep_probe import DeepProbe
 from hookline.serving.front import Front, ServedModel
-from hookline.serving.guards import read_json
 from hookline.serving.metrics import CONTENT_TYPE
 from hookline.serving.openapi import gives, takes
-from hookline.serving.schema import ChatBody, CompletionsBody, DetokenizeBody, TokenizeBody
-from hookline.serving.validate import Validator
-from hookline.serving.validated import ValidatedCall
+from hookline.serving.replies.call_response import CallResponse
+from hookline.serving.requests.bodies import Body
+from hookline.serving.requests.schema import ChatBody, CompletionsBody, DetokenizeBody, TokenizeBody
+from hookline.serving.requests.validate import Validator
+from hookline.serving.requests.validated import ValidatedCall
 
 BODIES: list[type[Body]] = [ChatBody, CompletionsBody, TokenizeBody, DetokenizeBody]
 _BODY_ERRORS = (408, 413, 415)
@@ -46,17 +46,20 @@ def make_router(front: Front) -> APIRouter:
             del row["reason"]  # which may name places of the machine
         return json_response({"plugins": rows})
 
+    deep_probe = DeepProbe(front.engine)
+
+    @router.get("/health/deep", responses=gives("DeepHealth"))
+    async def deep_health(request: Request) -> Response:
+        """Whether the engine gives a token, and how long that took."""
+        front.open_model()
+        return json_response(await deep_probe.ask(), headers={"cache-control": "no-store"})
+
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus."""
         return Response(front.metrics.render(), media_type=CONTENT_TYPE)
 
     return router
-
-
-def json_response(value: object) -> Response:
-    """An answer of JSON."""
-    return Response(orjson.dumps(value), media_type="application/json")
 
 
 def _add_calls(router: APIRouter, front: Front) -> None:
@@ -107,8 +110,8 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
     def add(path: str, body: type[Body], answer: str, work: Callable[[Any, Validator], object]) -> None:
         async def route(request: Request) -> Response:
             served = front.known_model()
-            return await read_json(
-                request, front.config.limits, lambda data: json_response(work(body.parse(data), served.validator))
+            return await front.intake.read(
+                request, lambda data: json_response(work(body.parse(data), served.validator))
             )
 
         router.add_api_route(

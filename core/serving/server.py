@@ -6,18 +6,20 @@ import asyncio
 import resource
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from hookline.errors import ServerError
 from hookline.plugins import PluginRegistry
 from hookline.serving import probes
 from hookline.serving.app import make_app
-from hookline.serving.async_engine import AsyncEngine
 from hookline.serving.front import Front, ServedModel
-from hookline.serving.grammars import GrammarCompiler
-from hookline.serving.guards import Guards, is_loopback
+from hookline.serving.guards import is_loopback
 from hookline.serving.lifecycle import Lifecycle
-from hookline.serving.messages import Facts, Report, Stage
 from hookline.serving.metrics import Metrics
+from hookline.serving.process.async_engine import AsyncEngine
+from hookline.serving.process.messages import Facts, Report, Stage
+from hookline.serving.requests.formats import Formats, peek_architecture
+from hookline.serving.requests.grammars import GrammarCompiler
 from hookline.serving.server_config import ServerConfig
 from hookline.serving.supervisor import Stops, Supervisor, http_server
 from hookline.serving.web import make_web_router
@@ -68,12 +70,18 @@ def url_of(listener: socket.socket) -> str:
 
 
 def serve(
-    config: ServerConfig, listener: socket.socket, *, on_stage: Callable[[Stage], None], say: Callable[[str], None]
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    model: Path,
+    on_stage: Callable[[Stage], None],
+    say: Callable[[str], None],
 ) -> int:
     """Serves until a signal or the engine's end.
 
     Args:
         listener: from `bind`.
+        model: the folder or file that the engine is to load.
         on_stage: is told how far the start is.
         say: prints lines for the operator.
 
@@ -81,11 +89,12 @@ def serve(
         The exit code: 0 after a signal, the engine's own if it died.
 
     Raises:
+        UsageError: if nobody knows a parser's name; before the model is loaded, if its files tell what it is.
         HooklineError: if the engine does not start.
     """
     if not config.api_keys and not is_loopback(config.host):
         say(EXPOSED)
-    url, server = url_of(listener), _Server(config, on_stage)
+    url, server = url_of(listener), _Server(config, model, on_stage)
     with asyncio.Runner(loop_factory=server.http.config.get_loop_factory()) as runner:
         return runner.run(server.run(listener, url, say))
 
@@ -93,16 +102,18 @@ def serve(
 class _Server:
     """The parts of a server, which know each other."""
 
-    def __init__(self, config: ServerConfig, on_stage: Callable[[Stage], None]) -> None:
+    def __init__(self, config: ServerConfig, model: Path, on_stage: Callable[[Stage], None]) -> None:
         self.config = config
         self.lifecycle = Lifecycle()
         self.registry = PluginRegistry(config.engine.plugins)
+        architecture = peek_architecture(model)
+        self.formats = None if architecture is None else Formats.find(config, self.registry, architecture)
         self.metrics = Metrics(config.metrics_prefix, model_name=next(iter(config.served_model_names), ""))
         self.engine = AsyncEngine(config.engine, on_stage=self._take_stage, on_report=self._take_report)
         self.front = Front(config, self.engine, self.lifecycle, self.metrics, self.registry.plugins)
         self._on_stage = on_stage
         app = make_app(self.front, [probes.make_router(self.lifecycle, lambda: self.engine.load), make_web_router()])
-        self.http = http_server(Guards(app, config), config.limits, _most_connections())
+        self.http = http_server(app, config.limits, _most_connections(), self.metrics.refused)
 
     async def run(self, listener: socket.socket, url: str, say: Callable[[str], None]) -> int:
         """Serves; see `serve`."""
@@ -125,15 +136,14 @@ class _Server:
 
     def _prepare(self, facts: Facts, url: str) -> str:
         """The engine is ready: opens the routes that need it."""
-        loaded = self.registry.load(facts.architecture)
-        tools, reasoning = self.config.tool_parser, self.config.reasoning_parser
+        formats = self.formats or Formats.find(self.config, self.registry, facts.architecture)
         self.front.served = ServedModel.build(
             self.config,
             facts,
             self.engine.tokenizer,
             GrammarCompiler(facts, self.config.limits),
-            loaded.tool_format(facts.tool_parser if tools is None else tools),
-            loaded.reasoning_format(facts.reasoning_parser if reasoning is None else reasoning),
+            formats.tools,
+            formats.reasoning,
         )
         self.metrics.set_facts(facts)
         for name, seconds in self.lifecycle.stage_seconds.items():

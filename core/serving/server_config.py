@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from hookline.config import EngineConfig
 from hookline.errors import UsageError
 from hookline.serving.limits import Limits
 
+# Under which names reasoning is sent, by what the operator says.
+REASONING_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "both": ("reasoning", "reasoning_content"),
+        "reasoning": ("reasoning",),
+        "reasoning_content": ("reasoning_content",),
+    }
+)
 _PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -26,6 +36,8 @@ class ServerConfig:
         metrics_prefix: of the names on `/metrics`, followed by a colon.
         open_metrics: serve `/metrics` without a key.
         tool_parser, reasoning_parser: names of the parsers; None takes those of the model's record, "" none.
+        reasoning_fields: one of `REASONING_FIELDS`: under which names reasoning is sent. All of them are read in a
+            conversation's history.
         strict_api: refuse fields that are not known in place of leaving them aside.
         limits: what a client may ask for.
     """
@@ -40,6 +52,7 @@ class ServerConfig:
     open_metrics: bool = False
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    reasoning_fields: str = "both"
     strict_api: bool = False
     limits: Limits = field(default_factory=Limits)
 
@@ -49,6 +62,10 @@ class ServerConfig:
         if not _PREFIX.fullmatch(self.metrics_prefix):
             raise UsageError(
                 f"metrics_prefix is {self.metrics_prefix!r:.80}", hint="Give letters, digits and underscores."
+            )
+        if self.reasoning_fields not in REASONING_FIELDS:
+            raise UsageError(
+                f"reasoning_fields is {self.reasoning_fields!r:.80}", hint=f"Give {', '.join(REASONING_FIELDS)}."
             )
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:

@@ -15,12 +15,12 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from hookline.serving.calls import Calls, engine_gone, shutting_down
 from hookline.serving.guards import SECURITY_HEADERS
 from hookline.serving.lifecycle import Lifecycle
 from hookline.serving.limits import Limits
-from hookline.serving.messages import Facts, Failed
-from hookline.serving.protocol import bounded_protocol
+from hookline.serving.process.messages import Facts, Failed
+from hookline.serving.protocol import BoundedProtocol, bounded_protocol
+from hookline.serving.replies.calls import Calls, engine_gone, shutting_down
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds between looks at what tells nobody when it changes.
@@ -76,12 +76,18 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: ASGIApp, limits: Limits, most_connections: int) -> HttpServer:
-    """A server of `app`, to be run with a socket that is bound."""
+def http_server(
+    app: ASGIApp, limits: Limits, most_connections: int, refused: Callable[[int], None] = BoundedProtocol.refused
+) -> HttpServer:
+    """A server of `app`, to be run with a socket that is bound.
+
+    Args:
+        refused: is told the status of each answer that never reaches `app`.
+    """
     return HttpServer(
         uvicorn.Config(
             app,
-            http=bounded_protocol(limits, most_connections),
+            http=bounded_protocol(limits, most_connections, refused),
             ws="none",
             lifespan="off",
             interface="asgi3",

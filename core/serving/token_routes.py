@@ -7,10 +7,10 @@ from typing import Any
 from hookline.errors import InvalidRequestError
 from hookline.scheduling.admission import wrong_token_ids
 from hookline.serving.api_errors import ApiError
-from hookline.serving.bodies import check_fields, show
-from hookline.serving.schema import DetokenizeBody, TokenizeBody
-from hookline.serving.tools import checked_tools, template_tools
-from hookline.serving.validate import Validator
+from hookline.serving.requests.bodies import check_fields, show
+from hookline.serving.requests.schema import DetokenizeBody, TokenizeBody
+from hookline.serving.requests.tools import checked_tools, template_tools
+from hookline.serving.requests.validate import Validator
 from hookline.tokenizer import Tokenizer
 
 
@@ -30,10 +30,13 @@ def tokenize(body: TokenizeBody, validator: Validator) -> dict[str, Any]:
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.messages is not None:
         tools = template_tools(checked_tools(body.tools or (), limits))
-        add_generation_prompt = body.add_generation_prompt is not False
         variables = validator.prompts.template_variables(body.chat_template_kwargs or {}, None)
         ids = validator.prompts.encode_chat(
-            body.messages, tools, variables, add_generation_prompt=add_generation_prompt
+            body.messages,
+            tools,
+            variables,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
         )
     elif body.tools or body.chat_template_kwargs:
         name = "tools" if body.tools else "chat_template_kwargs"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hookline.engine import Engine
-from tests.benchmark.conftest import load_script
+from tests.benchmark.conftest import LIMITS, load_script
 from tests.benchmark.test_speculation import FIELDS
 
 SIZES = ("--input-len", "9", "--output-len", "4", "--most", "2", "--repeats", "1")
@@ -52,6 +52,7 @@ def test_every_run_has_its_rows(
         real(self, config, **others)
 
     monkeypatch.setattr(Engine, "__init__", init)
+    monkeypatch.setattr("hookline.benchmark.setup.measure_limits", lambda *asked: LIMITS)
     code, record = run("--measure-roofline")
     assert code == 0 and record["failed"] == {}
     assert record["schema"] == "hookline.glm-benchmark/1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -55,14 +56,20 @@ def refused(status: int, message: str) -> bytes:
 class FakeServer:
     """Answers each call with what `answer` gives for its number and body, and closes behind None.
 
+    Args:
+        tls: a certificate to be served with, by TLS alone.
+
     Attributes:
         bodies: of all calls.
         connections: how many were made.
         most: how many calls were at work at a time.
     """
 
-    def __init__(self, answer: Callable[[int, dict[str, Any]], Awaitable[bytes | None]]) -> None:
+    def __init__(
+        self, answer: Callable[[int, dict[str, Any]], Awaitable[bytes | None]], tls: ssl.SSLContext | None = None
+    ) -> None:
         self.answer = answer
+        self._tls = tls
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[bytes] = []
         self.connections = self.most = self._working = 0
@@ -74,7 +81,7 @@ class FakeServer:
 
     @property
     def target(self) -> Target:
-        return Target("127.0.0.1", self.port, "/sub", "tiny", "a-key")
+        return Target("127.0.0.1", self.port, "/sub", "tiny", "a-key", self._tls is not None)
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
@@ -86,7 +93,7 @@ class FakeServer:
         self._loop.close()
 
     async def _run(self) -> None:
-        server = await asyncio.start_server(self._take, sock=self._listener)
+        server = await asyncio.start_server(self._take, sock=self._listener, ssl=self._tls)
         await self._ended.wait()
         server.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -331,7 +338,7 @@ def test_the_command(server: FakeServer, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (("--url", "{url}"), 2, "neither --rate nor --concurrency"),
-        (("--url", "https://127.0.0.1", "--rate", "1"), 2, "TLS"),
+        (("--url", "https://127.0.0.1:1", "--rate", "1"), 8, "cannot be reached"),
         (("--url", "{url}", "--rate", "1", "--max-running", "3"), 2, "--max-running cannot be given with --url"),
         (("--url", "{url}", "--rate", "1", "--shape", "a"), 2, "--shape cannot be given with --url"),
         (("--url", "{url}", "--rate", "1", "--input-len", "500"), 2, "the context of tiny 512"),

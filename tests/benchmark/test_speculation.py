@@ -202,6 +202,7 @@ def run(tmp_path: Path, *arguments: object) -> tuple[Result, dict[str, Any]]:
 
 def test_latency_reports_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hookline.benchmark.measure.TIMED_STEPS", 4)
+    monkeypatch.setattr("hookline.benchmark.setup.measure_limits", lambda *asked: LIMITS)
     drafts = ("--num-speculative-tokens", "3", "--batch", "2", "--routing", "correlated")
     result, record = run(tmp_path, *drafts, "--synthetic-acceptance-rate", "1", "--measure-roofline")
     found = {name: figure["value"] for name, figure in record["results"].items()}

@@ -1,20 +1,14 @@
-"""`engine serve`: its options, its start, its end; a real server of a tiny model, and a real kill."""
+"""`engine serve`: its options, what it says, and a signal while it starts; the suites K1 to K5 kill real servers."""
 
 from __future__ import annotations
 
 import dataclasses
-import http.client
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,7 @@ from hookline.config import read_environment
 from hookline.errors import UsageError
 from hookline.serving import server
 from hookline.serving.limits import Limits
-from hookline.serving.messages import Facts, Stage
+from hookline.serving.process.messages import Facts, Stage
 from hookline.serving.server_config import ServerConfig
 from tests.cli.interruptible import running_engine
 
@@ -164,126 +158,21 @@ def test_an_open_server_is_warned_of(
 
     monkeypatch.setattr(server._Server, "run", end)
     with server.bind("127.0.0.1", 0) as listener:
-        server.serve(config, listener, on_stage=lambda stage: None, say=said.append)
+        server.serve(config, listener, model=tmp_path, on_stage=lambda stage: None, say=said.append)
     assert (server.EXPOSED in said) is warned
 
 
-class Served:
-    """A server in a process of its own, and what it says."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self.port = 0
-        self._ready = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self.process.stderr or ():
-            self.lines.append(line.decode())
-            if found := re.search(r"Serving on http://127\.0\.0\.1:(\d+)", self.lines[-1]):
-                self.port = int(found[1])
-                self._ready.set()
-        self._ready.set()
-
-    def wait_ready(self) -> None:
-        assert self._ready.wait(PATIENCE) and self.port, "".join(self.lines)
-
-    def code(self) -> int:
-        code = self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
-        return code
-
-    def ask(self, method: str, path: str, body: Any = None, key: str = KEY) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        return connection.getresponse()
-
-    def stream(self) -> http.client.HTTPResponse:
-        body = {"prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "stream": True}
-        return self.ask("POST", "/v1/completions", body)
-
-    @property
-    def engine_process(self) -> int:
-        """The number of the engine's process."""
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = status.read_text().rpartition(")")[2].split()
-                line = status.with_name("cmdline").read_bytes()
-            except OSError:
-                continue  # it has gone meanwhile
-            if int(fields[1]) == self.process.pid and b"hookline.serving.engine_process" in line:
-                return int(status.parent.name)
-        raise LookupError("the server has no engine")
-
-
-@contextmanager
-def served(model: Path, folder: Path, *options: str) -> Iterator[Served]:
-    """`engine serve`; its private folder goes below `folder`."""
-    os_environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    settings = {"TMPDIR": str(folder), "HOOKLINE_API_KEYS": KEY}
-    with running_engine("serve", str(model), *CPU, *options, env={**os_environment, **settings}) as process:
-        yield Served(process)
-
-
-def test_a_server_starts_serves_and_ends_with_a_signal(tiny_llama: Path, tmp_path: Path) -> None:
-    with served(tiny_llama, tmp_path, "--drain-seconds", "0") as running:
-        running.wait_ready()
-        assert running.ask("GET", "/health").status == 200
-        assert running.ask("GET", "/v1/models", key="wrong-key").status == 401
-        shown = json.load(running.ask("GET", "/startup"))
-        assert shown["status"] == "ready" and shown["stages"]["loading"] > 0
-        answer = json.load(running.ask("POST", "/v1/completions", {"prompt": "Hello", "max_tokens": 4}))
-        assert answer["usage"]["completion_tokens"] == 4
-        stream = running.stream()
-        first = stream.readline()
-        running.process.send_signal(signal.SIGTERM)
-        rest = stream.read()
-        assert first.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")
-        assert running.code() == 0
-    assert list(tmp_path.iterdir()) == []
-    assert not any(KEY in line or "Traceback" in line for line in running.lines)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_engines_end_ends_the_server(number: signal.Signals, tiny_llama: Path, tmp_path: Path) -> None:
-    with served(tiny_llama, tmp_path, "--step-seconds", "2") as running:
-        running.wait_ready()
-        engine = running.engine_process
-        stream = running.stream()
-        stream.readline()
-        begin = time.monotonic()
-        os.kill(engine, number)
-        rest = stream.read()
-        assert time.monotonic() - begin < 10
-        assert b'"code":"engine_dead"' in rest and rest.endswith(b"data: [DONE]\n\n")
-        assert running.code() == 1
-    assert not Path(f"/proc/{engine}").exists()
-    assert list(tmp_path.iterdir()) == []
-    assert any(line.startswith("Error: the engine") for line in running.lines)
-
-
-def test_a_model_that_is_not_there_has_its_code(tmp_path: Path) -> None:
-    with served(tmp_path / "none", tmp_path) as running:
-        assert running.code() == 3
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
-    with served(tmp_path / "broken", tmp_path) as running:
-        assert running.code() == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
-    assert any(line.startswith("Error: ") for line in running.lines)
-
-
 def test_a_signal_during_the_start_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
-    with served(tiny_llama, tmp_path) as running:
+    options = (*CPU, "--api-key", KEY)
+    with running_engine("serve", str(tiny_llama), *options, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and not list(tmp_path.glob("hookline-*")):
             time.sleep(0.01)
-        running.process.send_signal(signal.SIGINT)
-        assert running.code() == 0
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, said
     assert list(tmp_path.iterdir()) == []
+    assert b"Traceback" not in said
 
 
 def test_a_file_of_keys_is_never_taken_for_an_open_door(tmp_path: Path) -> None:

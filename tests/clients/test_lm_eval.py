@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,47 +54,41 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in TASKS.items():
         common = (
-            f"task: {name}\ndataset_path: json\ntest_split: test\ndataset_kwargs:\n  data_files:\n    test: {data}\n"
+            f"task: {name}\ndataset_path: json\ntest_split: test\n"
+            f"dataset_kwargs:\n  cache_dir: {folder}\n  data_files:\n    test: {data}\n"
         )
         (folder / f"{name}.yaml").write_text(common + text.lstrip())
     return folder
 
 
 class Run(NamedTuple):
-    """What lm-eval wrote of a task."""
+    """What lm-eval found of a task."""
 
     figures: dict[str, Any]
     samples: list[dict[str, Any]]
 
 
-def evaluate(
-    server: Server,
-    tasks: Path,
-    folder: Path,
-    model: str,
-    route: str,
-    names: Sequence[str],
-    *options: str,
-    **given: object,
-) -> tuple[dict[str, Run], str]:
-    """Runs lm-eval over tasks; what it wrote of each, and its log."""
-    arguments = {"model": server.model(), "base_url": f"{server.url}/v1/{route}", "max_retries": 1, "timeout": 60}
-    arguments |= {"num_concurrent": 4} | given
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--include_path", str(tasks)]
-    command += ["--tasks", ",".join(names), "--output_path", str(folder), "--log_samples", *options]
-    command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    ran = subprocess.run(
-        command, env=os.environ | offline | {"OPENAI_API_KEY": KEY}, capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    (results,) = folder.rglob("results_*.json")
-    figures, found = json.loads(results.read_text())["results"], {}
-    for name in names:
-        (samples,) = folder.rglob(f"samples_{name}_*.jsonl")
-        found[name] = Run(figures[name], [json.loads(line) for line in samples.read_text().splitlines()])
-        assert len(found[name].samples) == len(CAPITALS)
-    return found, ran.stdout + ran.stderr
+Evaluate = Callable[..., dict[str, Run]]
+
+
+@pytest.fixture
+def evaluate(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
+    """Runs lm-eval over tasks of ours alone: to read all of its own takes it ten seconds."""
+    from lm_eval import simple_evaluate  # heavy, and wanted nowhere else
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+    def run(server: Server, model: str, route: str, names: Sequence[str], **options: Any) -> dict[str, Run]:
+        arguments = {"model": server.model(), "base_url": f"{server.url}/v1/{route}", "max_retries": 1, "timeout": 60}
+        arguments |= {"num_concurrent": 4} | options.pop("model_args", {})
+        manager = TaskManager(include_path=str(tasks), include_defaults=False)
+        found = simple_evaluate(model, arguments, list(names), task_manager=manager, log_samples=True, **options)
+        runs = {name: Run(found["results"][name], found["samples"][name]) for name in names}
+        assert all(len(one.samples) == len(CAPITALS) for one in runs.values())
+        return runs
+
+    return run
 
 
 def expected_logprobs(folder: Path, context: str) -> list[float]:
@@ -113,11 +104,11 @@ def expected_logprobs(folder: Path, context: str) -> list[float]:
     return found
 
 
-def test_log_likelihoods_are_the_models(tiny_server: Server, tiny_llama: Path, tasks: Path, tmp_path: Path) -> None:
-    found, _ = evaluate(
-        tiny_server, tasks, tmp_path, "local-completions", "completions", ["choose_capital"],
-        "--batch_size", "3", tokenizer=tiny_llama, tokenizer_backend="huggingface",
-    )  # fmt: skip
+def test_log_likelihoods_are_the_models(tiny_server: Server, tiny_llama: Path, evaluate: Evaluate) -> None:
+    given = {"tokenizer": str(tiny_llama), "tokenizer_backend": "huggingface"}
+    found = evaluate(
+        tiny_server, "local-completions", "completions", ["choose_capital"], batch_size=3, model_args=given
+    )
     figures, samples = found["choose_capital"]
     right = 0
     for sample in samples:
@@ -128,23 +119,20 @@ def test_log_likelihoods_are_the_models(tiny_server: Server, tiny_llama: Path, t
 
 
 def test_a_real_model_knows_capitals_with_the_servers_own_tokenizer(
-    smollm2_server: Server, tasks: Path, tmp_path: Path
+    smollm2_server: Server, evaluate: Evaluate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found, log = evaluate(
-        smollm2_server, tasks, tmp_path, "local-completions", "completions", ["choose_capital", "write_capital"],
-        tokenizer_backend="auto", auth_token=KEY,
-    )  # fmt: skip
-    assert "Using remote tokenizer from" in log
+    names, given = ["choose_capital", "write_capital"], {"tokenizer_backend": "auto", "auth_token": KEY}
+    with caplog.at_level("INFO"):
+        found = evaluate(smollm2_server, "local-completions", "completions", names, model_args=given)
+    assert "Using remote tokenizer from" in caplog.text
     assert found["choose_capital"].figures["acc,none"] == 1
     assert found["write_capital"].figures["exact_match,found"] == 1
     assert all("." not in sample["resps"][0][0] for sample in found["write_capital"].samples)
 
 
-def test_it_writes_over_chat(smollm2_server: Server, tasks: Path, tmp_path: Path) -> None:
-    found, _ = evaluate(
-        smollm2_server, tasks, tmp_path, "local-chat-completions", "chat/completions", ["write_capital"],
-        "--apply_chat_template",
-    )  # fmt: skip
+def test_it_writes_over_chat(smollm2_server: Server, evaluate: Evaluate) -> None:
+    route = "chat/completions"
+    found = evaluate(smollm2_server, "local-chat-completions", route, ["write_capital"], apply_chat_template=True)
     for sample in found["write_capital"].samples:
         asked: list[Any] = [{"role": "user", "content": sample["doc"]["question"]}]
         answer = smollm2_server.client().chat.completions.create(

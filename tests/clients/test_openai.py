@@ -6,10 +6,11 @@ import asyncio
 import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.clients.server import KEY, Server, start_server, stop_server
+from tests.clients.server import KEY, Server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me of the sea."}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -247,15 +248,17 @@ def test_a_cancelled_stream_ends_in_the_engine(tiny_server: Server) -> None:
     assert chat(tiny_server).usage.completion_tokens == 24
 
 
-def test_an_error_inside_a_stream_is_raised(tiny_llama: Any) -> None:
-    server = start_server(tiny_llama, ["--served-model-name", "tiny"])
-    try:
-        stream = chat(server, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
-        assert next(iter(stream)).choices
-        server.engine_process().kill()
-        with pytest.raises(openai.APIError):
-            list(stream)
-        assert server.process.wait(10) != 0
-    finally:
-        if server.process.poll() is None:
-            stop_server(server)
+def test_an_error_inside_a_stream_is_raised(tiny_server: Server) -> None:
+    """Behind its first token there is none that both the grammar and the list allow."""
+    (token_id,) = tiny_server.tokenize("a")
+    impossible = {"allowed_token_ids": [token_id], "structured_outputs": {"regex": "ab"}}
+    stream = complete(tiny_server, stream=True, extra_body=impossible)
+    assert next(iter(stream)).choices[0].text == "a"
+    with pytest.raises(openai.APIError, match="leave no token to choose"):
+        list(stream)
+
+
+def test_where_a_server_stands(tiny_server: Server) -> None:
+    assert httpx.get(f"{tiny_server.url}/health").status_code == 200
+    shown = httpx.get(f"{tiny_server.url}/startup").json()
+    assert shown["status"] == "ready" and shown["stages"]["loading"] > 0

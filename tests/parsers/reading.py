@@ -62,7 +62,7 @@ def grows_evenly(read: Callable[[str], object], text: str) -> bool:
 
     A busy machine may spoil a try, so there are three.
     """
-    short = (text * (2**14 // len(text) + 1))[: 2**14]
+    short = (text * (2**13 // len(text) + 1))[: 2**13]
     return any(_seconds(read, short * 16) < 32 * _seconds(read, short) for _ in range(3))
 
 

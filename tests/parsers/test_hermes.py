@@ -63,6 +63,7 @@ BROKEN = [
     '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
     '<tool_call>{"name": "f", "arguments": "no object"}</tool_call>',
     '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": NaN}"}</tool_call>',
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
     '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',

@@ -18,14 +18,13 @@ from hookline.parsers.contract import ToolCallDelta
 from hookline.scheduling.output import Load, OutputDelta, Timing, TokenLogprob
 from hookline.serving.app import make_app
 from hookline.serving.front import Front, ServedModel
-from hookline.serving.guards import Guards
 from hookline.serving.lifecycle import Lifecycle
 from hookline.serving.limits import Limits
-from hookline.serving.messages import Facts
 from hookline.serving.metrics import Metrics
 from hookline.serving.probes import make_router
+from hookline.serving.process.messages import Facts
+from hookline.serving.requests.validated import ValidatedRequest
 from hookline.serving.server_config import ServerConfig
-from hookline.serving.validated import ValidatedRequest
 from hookline.serving.web import make_web_router
 from hookline.tokenizer import Tokenizer
 from tests.conftest import CHAT_TEMPLATE, write_tokenizer
@@ -73,8 +72,9 @@ def make_facts(**changes: Any) -> Facts:
 class FakeAnswer:
     """One submitted prompt, in the hands of a test."""
 
-    def __init__(self, request: ValidatedRequest) -> None:
+    def __init__(self, request: ValidatedRequest, on_news: Callable[[OutputDelta], None] | None = None) -> None:
         self.request = request
+        self._on_news = on_news
         self.started: float | None = None
         self.finished = False
         self.aborted = asyncio.Event()
@@ -86,6 +86,8 @@ class FakeAnswer:
     def feed(self, *deltas: OutputDelta) -> None:
         """Gives news, which are not joined."""
         self.started = self.started or time.monotonic()
+        for found in deltas if self._on_news is not None else ():
+            self._on_news(found)
         self._news += deltas
         self._woken.set()
 
@@ -122,8 +124,15 @@ class FakeEngine:
         self.streams: list[bool] = []
         self._submitted = asyncio.Event()
 
-    def submit(self, request: ValidatedRequest, *, stream: bool = True, grammar: bytes | None = None) -> FakeAnswer:
-        answer = FakeAnswer(request)
+    def submit(
+        self,
+        request: ValidatedRequest,
+        *,
+        stream: bool = True,
+        grammar: bytes | None = None,
+        on_news: Callable[[OutputDelta], None] | None = None,
+    ) -> FakeAnswer:
+        answer = FakeAnswer(request, on_news)
         self.answers.append(answer)
         self.grammars.append(grammar)
         self.streams.append(stream)
@@ -176,9 +185,9 @@ class SpyMetrics(Metrics):
         self.ends.append(fields)
         super().ended(reason, **fields)
 
-    def http(self, route: str | None, method: str, status: int) -> None:
+    def http(self, route: str | None, method: str, status: int, seconds: float) -> None:
         self.answered.append((route, method, status))
-        super().http(route, method, status)
+        super().http(route, method, status, seconds)
 
 
 class Rig:
@@ -211,7 +220,7 @@ class Rig:
             self.config, make_facts(**facts), tokenizer, grammars, tool_format, reasoning_format
         )
         routers = [make_router(self.lifecycle, lambda: self.engine.load), make_web_router()]
-        self.app = Guards(make_app(self.front, routers), self.config)
+        self.app = make_app(self.front, routers)
 
     async def get(self, path: str, method: str = "GET", **options: Any) -> Reply:
         async with self.call(path, None, method=method, **options) as reply:

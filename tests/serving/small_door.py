@@ -16,11 +16,11 @@ from hookline.grammar import GrammarSpec
 from hookline.parsers.contract import ReasoningFormat, ToolFormat
 from hookline.serving.api_errors import ApiError, api_error
 from hookline.serving.limits import Limits
-from hookline.serving.messages import Facts
-from hookline.serving.schema import ChatBody, CompletionsBody
+from hookline.serving.process.messages import Facts
+from hookline.serving.requests.schema import ChatBody, CompletionsBody
+from hookline.serving.requests.validate import Validator
+from hookline.serving.requests.validated import ValidatedCall, ValidatedRequest
 from hookline.serving.server_config import ServerConfig
-from hookline.serving.validate import Validator
-from hookline.serving.validated import ValidatedCall, ValidatedRequest
 from hookline.tokenizer import Tokenizer
 from tests.conftest import CHAT_TEMPLATE, write_tokenizer
 from tests.serving.values import CHAT, COMPLETIONS

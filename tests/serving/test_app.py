@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from hookline.scheduling.output import OutputDelta
-from hookline.serving.validated import ValidatedRequest
+from hookline.serving.app import make_app
+from hookline.serving.requests.validated import ValidatedRequest
 from hookline.tokenizer import Tokenizer
 from tests.serving.fakes import PATIENCE, Reply, Rig, delta, make_tokenizer
 
@@ -120,6 +122,39 @@ def test_a_clients_id_that_is_no_label_is_refused(tokenizer: Tokenizer, label: s
     assert (reply.status, reply.error["param"]) == (400, "x-request-id")
     assert "x-request-id" not in reply.headers
     assert rig.engine.answers == []
+
+
+KEY = "a-key-of-the-test"
+JSON = ("content-type", "application/json")
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"headers": [("authorization", "Bearer of-none")]}, 401),
+        ({"headers": [("authorization", f"Bearer {KEY}"), ("host", "evil.example")]}, 400),
+        ({"headers": [("authorization", f"Bearer {KEY}"), JSON], "method": "POST"}, 415),  # it has that header twice
+        ({"headers": [("authorization", f"Bearer {KEY}")], "method": "POST"}, 405),
+        ({"headers": [("authorization", f"Bearer {KEY}")]}, 200),
+    ],
+)
+def test_what_the_guards_refuse_is_counted_and_carries_the_clients_id(options: dict[str, Any], status: int) -> None:
+    rig = Rig()
+    rig.front.config = dataclasses.replace(rig.config, api_keys=(KEY,))
+    rig.app = make_app(rig.front)
+    options["headers"] = [*options["headers"], ("x-request-id", "mine")]
+    reply = get(rig, "/v1/models", **options)
+    assert (reply.status, reply.headers["x-request-id"]) == (status, "mine")
+    route = "/v1/models" if status in (200, 405) else None  # the others have not reached any
+    assert rig.metrics.answered == [(route, options.get("method", "GET"), status)]
+
+
+def test_a_wrong_id_is_no_way_past_the_key() -> None:
+    rig = Rig()
+    rig.front.config = dataclasses.replace(rig.config, api_keys=(KEY,))
+    rig.app = make_app(rig.front)
+    reply = get(rig, "/v1/models", headers=[("x-request-id", "x" * 1000)])
+    assert reply.status == 401 and "x-request-id" not in reply.headers
 
 
 def test_a_fault_of_ours_tells_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 from starlette.routing import BaseRoute, Route
 
 from hookline import sampling_params
-from hookline.serving.bodies import Body
 from hookline.serving.guards import OPEN_PATHS
 from hookline.serving.limits import Limits
 from hookline.serving.metrics import Metrics
-from hookline.serving.schema import ChatBody, CompletionsBody
+from hookline.serving.requests.bodies import Body
+from hookline.serving.requests.schema import ChatBody, CompletionsBody
 from tests.serving.fakes import Rig, make_facts
 from tests.source_tree import ROOT
 

@@ -11,7 +11,8 @@ import pytest
 from starlette.requests import Request
 
 from hookline.serving.api_errors import ApiError
-from hookline.serving.guards import Guards, parse_object, read_json
+from hookline.serving.guards import Guards, parse_object
+from hookline.serving.intake import Intake
 from hookline.serving.limits import Limits
 from tests.serving.wire import memory, serving
 from tests.suites.keyless import KEY, OTHER, Probe, ask, call, config, make_guarded
@@ -164,7 +165,7 @@ def test_a_body_is_read_up_to_the_limit(told: bool) -> None:
             return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
         headers = [(b"content-length", str(size).encode())] if told else []
-        return asyncio.run(read_json(Request({"type": "http", "headers": headers}, receive), limits, dict))
+        return asyncio.run(Intake(limits).read(Request({"type": "http", "headers": headers}, receive), dict))
 
     assert len(read(100_000)["a"]) == 100_000 - 8
     with pytest.raises(ApiError) as error:

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from hookline.scheduling.output import Load, OutputDelta
-from hookline.serving.messages import Facts, Report
 from hookline.serving.metrics import CONTENT_TYPE, END_REASONS, Metrics
+from hookline.serving.process.messages import Facts, Report
 
 # As vLLM's dashboards and autoscalers ask for them, by type; the samples of counters end with _total.
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"}
@@ -158,22 +158,43 @@ def test_infos() -> None:
     metrics = make_metrics()
     infos = {name: dict(labels) for name, labels in samples(metrics) if name.endswith("_info")}
     plugin = infos["hookline:engine_plugin_info"]
-    assert (plugin["plugin"], plugin["version"], plugin["state"]) == ("hookline-tiny", "1.2", "in use")
+    assert plugin == {"plugin": "hookline-tiny", "version": "1.2", "state": "in use"}
     cache = infos["hookline:cache_config_info"]
     assert (cache["block_size"], cache["num_gpu_blocks"]) == ("16", "200")
 
 
 def test_odd_calls_make_no_series() -> None:
     metrics = make_metrics()
-    metrics.http("/v1/models", "GET", 200)
+    metrics.http("/v1/models", "GET", 200, 0.1)
     for number in range(10_000):
-        metrics.http(None, f"FOO{number}", 405)
-        metrics.http("/v1/models", "GET", 200 + number % 99)
+        metrics.http(None, f"FOO{number}", 405, 0.1)
+        metrics.http("/v1/models", "GET", 200 + number % 99, 0.1)
+        metrics.refused(400 + number % 99)
     series = {key: count for key, count in samples(metrics).items() if key[0] == "http_requests_total"}
     assert series == {
         ("http_requests_total", (("handler", "/v1/models"), ("method", "GET"), ("status", "2xx"))): 10_001,
-        ("http_requests_total", (("handler", "other"), ("method", "other"), ("status", "4xx"))): 10_000,
+        ("http_requests_total", (("handler", "other"), ("method", "other"), ("status", "4xx"))): 20_000,
     }
+    spans = {
+        key: count for key, count in samples(metrics).items() if key[0].endswith("http_request_duration_seconds_count")
+    }
+    assert spans == {
+        ("hookline:http_request_duration_seconds_count", (("handler", "/v1/models"), ("method", "GET"))): 10_001,
+        ("hookline:http_request_duration_seconds_count", (("handler", "other"), ("method", "other"))): 10_000,
+    }
+
+
+def test_calls_are_timed_by_route() -> None:
+    metrics = make_metrics()
+    for seconds in (0.004, 0.2, 700.0):
+        metrics.http("/tokenize", "POST", 200, seconds)
+    metrics.refused(431)  # nothing that began
+    labels = {"handler": "/tokenize", "method": "POST"}
+    assert value(metrics, "http_request_duration_seconds_sum", **labels) == pytest.approx(700.204)
+    found = {
+        le: value(metrics, "http_request_duration_seconds_bucket", le=le, **labels) for le in ("0.005", "0.25", "600.0")
+    }
+    assert found == {"0.005": 1, "0.25": 2, "600.0": 2}
 
 
 def test_before_the_engine_is_ready_only_the_start_is_shown() -> None:

@@ -10,8 +10,9 @@ import socket
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from hookline.serving.event_stream import DROP_CONNECTION
 from hookline.serving.limits import Limits
+from hookline.serving.replies.event_stream import DROP_CONNECTION
+from tests.serving.fakes import Rig
 from tests.serving.wire import HEAD, PATIENCE, serving
 from tests.suites.raw_cases import BYE, CL, FULL, GET, POST
 from tests.suites.raw_sockets import LIMITS, App
@@ -117,14 +118,15 @@ def test_an_application_can_drop_the_connection() -> None:
 
 def test_connections_are_bounded() -> None:
     async def run() -> None:
-        async with serving(App(), Limits(), most_connections=3) as wire:
+        refusals: list[int] = []
+        async with serving(App(), Limits(), most_connections=3, refused=refusals.append) as wire:
             held = [await asyncio.open_connection("127.0.0.1", wire.port) for _ in range(3)]
             async with asyncio.timeout(PATIENCE):
                 while len(wire.server.server_state.connections) < 3:
                     await asyncio.sleep(0.01)
             refused = await wire.exchange(0.0)
             assert refused.status == 503 and refused.headers["retry-after"] == "2"
-            assert refused.json["error"]["code"] == "overloaded"
+            assert refused.json["error"]["code"] == "overloaded" and refusals == [503]
             for _, writer in held:
                 writer.close()
             async with asyncio.timeout(PATIENCE):
@@ -139,5 +141,39 @@ def test_a_connection_serves_many_requests() -> None:
         async with serving(App(), LIMITS) as wire:
             answer = await wire.exchange(FULL, 0.05, GET, 0.05, FULL + BYE)
             assert answer.statuses == [200] * 4
+
+    asyncio.run(run())
+
+
+def test_what_never_becomes_a_call_is_counted_too_and_carries_the_clients_id() -> None:
+    own, odd = b"GET / HTTP/1.1\r\n" + HEAD + b"X-Request-Id: mine\r\n", b"FOO / HTTP/1.1\r\n\r\n"
+    cases: list[tuple[tuple[bytes | float, ...], int, str | None]] = [
+        ((own + b"A: b\r\n" * 200,), 431, "mine"),
+        ((own + b"Transfer-Encoding: gzip\r\n\r\n",), 400, "mine"),
+        ((own.replace(b"mine", b"caf\xe9") + b"A: b\r\n" * 200,), 431, None),
+        ((odd,), 405, None),
+        ((own + b"\r\n", 0.1, odd), 405, None),  # the id was of the request before
+    ]
+
+    async def run() -> None:
+        refusals: list[int] = []
+        async with serving(App(), LIMITS, refused=refusals.append) as wire:
+            for sent, status, label in cases:
+                answer = (await wire.exchange(*sent)).last
+                assert (answer.status, answer.headers.get("x-request-id")) == (status, label)
+            assert refusals == [status for _, status, _ in cases]
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_late_is_counted_once_by_its_route() -> None:
+    async def run() -> None:
+        rig, refusals = Rig(), list[int]()
+        async with serving(rig.app, LIMITS, refused=refusals.append) as wire:
+            head = b"POST /tokenize HTTP/1.1\r\nX-Request-Id: mine\r\nContent-Type: application/json\r\n" + HEAD
+            answer = await wire.exchange(head + CL + b"9\r\n\r\n{", 2 * LIMITS.body_seconds)
+            assert (answer.status, answer.headers["x-request-id"]) == (408, "mine")
+        assert rig.metrics.answered == [("/tokenize", "POST", 408)]
+        assert refusals == []
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ from hookline.serving import probes
 from hookline.serving.app import make_app
 from hookline.serving.lifecycle import Lifecycle
 from hookline.serving.limits import Limits
-from hookline.serving.messages import Facts, Failed
+from hookline.serving.process.messages import Facts, Failed
 from hookline.serving.supervisor import Stops, Supervisor, http_server
 from tests.serving.fakes import FakeEngine, Rig, delta, make_facts
 from tests.serving.wire import PATIENCE, Answer, Wire, free_listener

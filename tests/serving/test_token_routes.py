@@ -8,9 +8,9 @@ import pytest
 
 from hookline.errors import InvalidRequestError
 from hookline.serving.api_errors import ApiError, api_error
-from hookline.serving.schema import ChatBody, DetokenizeBody, TokenizeBody
+from hookline.serving.requests.schema import ChatBody, DetokenizeBody, TokenizeBody
+from hookline.serving.requests.validate import Validator
 from hookline.serving.token_routes import detokenize, tokenize, tokenizer_info
-from hookline.serving.validate import Validator
 from tests.conftest import CHAT_TEMPLATE
 from tests.serving.small_door import TOOL_TEMPLATE, CallFormat, small_door, small_tokenizer
 from tests.serving.values import ANY, ATTACK, CHAT, MESSAGES, TOOL

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from hookline.serving.validate import Validator
+from hookline.serving.requests.validate import Validator
 from tests.serving.small_door import (
     TOOL_TEMPLATE,
     CallFormat,
@@ -144,6 +145,13 @@ def test_reasoning(able: Validator) -> None:
     assert chat(able, include_reasoning=False).reasoning == "drop"
     assert chat(able, separate_reasoning=False, include_reasoning=False).reasoning == "content"
     assert chat(small_door()).reasoning == "content" and complete(able).reasoning == "content"
+
+
+def test_reasoning_has_the_names_that_the_operator_wants(able: Validator) -> None:
+    assert chat(able).reasoning_fields == ("reasoning", "reasoning_content")
+    for name in ("reasoning", "reasoning_content"):
+        config = dataclasses.replace(able.config, reasoning_fields=name)
+        assert chat(Validator(able.facts, able.tokenizer, config, None, None)).reasoning_fields == (name,)
 
 
 def test_a_constraint_begins_behind_the_reasoning(able: Validator) -> None:

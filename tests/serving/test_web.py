@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from hookline.scheduling.output import Load, OutputDelta
-from hookline.serving.messages import Report
 from hookline.serving.metrics import CONTENT_TYPE, Metrics
+from hookline.serving.process.messages import Report
 from hookline.serving.web import DOCUMENT, document_headers, make_web_router
 from tests.serving.test_metrics import make_facts
 

@@ -172,13 +172,16 @@ CHAT_BAD: Mapping[str, tuple[object, ...]] = {
         *({"enable_thinking": "x" * 1025}, {"enable_thinking": float("nan")}, {"enable_thinking": 1e400}),
         *(
             {name: "x"}
-            for name in ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+            for name in (
+                *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+                *("bos_token", "eos_token"),
+            )
         ),
         {"chat_template": "{% for a in range(10**9) %}{% endfor %}"},
         {f"v{number}": 1 for number in range(1000)},
     ),
     "add_generation_prompt": _NOT_FLAG,
-    "continue_final_message": (True, 1),
+    "continue_final_message": _NOT_FLAG,
     "functions": ([{"name": "a"}],),
     "function_call": ("auto", {"name": "a"}),
     "modalities": (["text", "audio"],),
@@ -257,7 +260,7 @@ CHAT_SOUND: Mapping[str, tuple[object, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "reasoning_effort": (None, "none", "high"),
     "chat_template_kwargs": (None, {}, {"enable_thinking": False}, {"enable_thinking": None}),
-    "continue_final_message": (None, False),
+    "continue_final_message": (None, True, False),
 }
 COMPLETIONS_SOUND: Mapping[str, tuple[object, ...]] = {
     **COMMON_SOUND,

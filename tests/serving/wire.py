@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from hookline.serving.limits import Limits
+from hookline.serving.protocol import BoundedProtocol
 from hookline.serving.supervisor import HttpServer, http_server
 
 PATIENCE = 10.0  # seconds after which a test that waits has failed
@@ -111,10 +112,15 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, limits: Limits | None = None, most_connections: int = 100) -> AsyncIterator[Wire]:
+async def serving(
+    app: ASGIApp,
+    limits: Limits | None = None,
+    most_connections: int = 100,
+    refused: Callable[[int], None] = BoundedProtocol.refused,
+) -> AsyncIterator[Wire]:
     """`app` behind our protocol."""
     listener = free_listener()
-    server = http_server(app, limits or Limits(), most_connections)
+    server = http_server(app, limits or Limits(), most_connections, refused)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield Wire(listener.getsockname()[1], server)

@@ -1,4 +1,7 @@
-"""C1: clients that leave, in every way and at every moment. What they held comes back, and the others never notice."""
+"""C1: clients that leave, in every way and at every moment. What they held comes back, and the others never notice.
+
+A tenth of them leaves streams whose tokens are drafted: from n-grams, and at T2 half of it by the tiny trained GLM.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ _PROMPTS = tuple(f"{number} little requests went out one day, " for number in ra
 def run(tier: Tier, seed: int) -> SuiteReport:
     forced = [f"left {moment}" for moment in _MOMENTS] + [f"left by {way}" for way in _WAYS]
     forced += ["left in the queue", "left inside a prefill", "left while a grammar is compiled", "left with n > 1"]
-    forced += ["preemptions", "left among drafts", "accepted drafts", "survivors", "counted as client_gone"]
+    forced += ["preemptions", "survivors", "counted as client_gone"]
+    for drafter in ("n-gram", "GLM") if tier is Tier.T2 else ("n-gram",):
+        forced += [f"left among drafts, {drafter}", f"accepted drafts, {drafter}"]
     tally = Tally("C1", tier, seed, _PLANNED[tier], forced)
     asyncio.run(_run(tally, tier))
     return tally.report()
@@ -54,20 +59,20 @@ async def _run(tally: Tally, tier: Tier) -> None:
             gone = {"finished_reason": "client_gone"}
             tally.event("counted as client_gone", _grown(before, after, "request_success_total", **gone))
         of_glm = drafted // 2 if tier is Tier.T2 else 0  # its steps take long
-        await _drafts(tally, model, _NGRAM, drafted - of_glm)
+        await _drafts(tally, "n-gram", model, _NGRAM, drafted - of_glm)
     if of_glm:
-        await _drafts(tally, GOLDEN_MODEL, _GLM, of_glm)
+        await _drafts(tally, "GLM", GOLDEN_MODEL, _GLM, of_glm)
 
 
-async def _drafts(tally: Tally, model: Path, options: Sequence[str], count: int) -> None:
+async def _drafts(tally: Tally, drafter: str, model: Path, options: Sequence[str], count: int) -> None:
     async with serving(model, *options) as served:
         watch = Watch(tally, served)
         await watch.begin()
         before, left = await metrics(served.port), tally.cases
         await _waves(tally, watch, served, count)
         after = await metrics(served.port)
-        tally.event("accepted drafts", _grown(before, after, "spec_decode_num_accepted_tokens_total"))
-        tally.event("left among drafts", tally.cases - left)
+        tally.event(f"accepted drafts, {drafter}", _grown(before, after, "spec_decode_num_accepted_tokens_total"))
+        tally.event(f"left among drafts, {drafter}", tally.cases - left)
 
 
 def _grown(before: str, after: str, name: str, **labels: str) -> int:
@@ -195,7 +200,8 @@ async def _leave(tally: Tally, served: Served, rng: random.Random) -> None:
     moment, way = rng.choice(_MOMENTS), rng.choice(_WAYS)
     n = rng.choice([1, 1, 1, 3])
     prompt: Any = rng.choice([rng.choice(_PROMPTS), _long(rng)])
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 12 if isinstance(prompt, list) else 150, "n": n}
+    most = 30 if way == "half-close" else 150  # who only half leaves may get all of it
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 12 if isinstance(prompt, list) else most, "n": n}
     if rng.random() < 0.15:
         body["guided_choice"] = [f"{rng.randrange(2**30)} apples", "none"]
     streamed = moment != "not streamed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from hookline.serving import messages
+from hookline.serving.process import messages
 from tests.suites.invariants import Census, Probe, idle_faults
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import MAX_MODEL_LEN, RUNNERS, VOCAB, DrivenLoop, grammars, small_engine, tiny_model

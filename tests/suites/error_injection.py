@@ -15,8 +15,9 @@ from typing import Any
 
 from hookline.errors import ServerError
 from hookline.sampling_params import SamplingParams
-from hookline.serving.async_engine import Answer, AsyncEngine
-from hookline.serving.validated import ValidatedRequest
+from hookline.serving.process.answer import Answer
+from hookline.serving.process.async_engine import AsyncEngine
+from hookline.serving.requests.validated import ValidatedRequest
 from tests.suites.faults import ALONE, LEDGER, SHARED, STAGES, Fault, InjectedError, installed
 from tests.suites.invariants import Probe, idle_faults
 from tests.suites.report import SuiteReport, Tally, Tier

@@ -9,7 +9,7 @@ import json
 import sys
 
 from hookline import Engine
-from hookline.serving import engine_process
+from hookline.serving.process import engine_process
 from tests.suites.faults import Fault, installed
 
 

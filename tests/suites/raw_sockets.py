@@ -1,29 +1,41 @@
-"""F4: bytes on raw sockets. Whatever a stranger sends costs little, is answered, and hurts nobody."""
+"""F4: bytes on raw sockets. Whatever a stranger sends costs little, is answered, and hurts nobody.
+
+At T2 the time that requests of others take is measured beside strangers who send mutated requests and, before each such
+window, beside as many who send sound ones at the same pace; server and clients share one event loop, so that any
+company costs time. The medians of the windows' slowest of 100 are compared: single windows tell of the machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import statistics
+import time
 from collections.abc import Iterator
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from hookline.serving.accounting import error_response
 from hookline.serving.api_errors import ApiError
-from hookline.serving.event_stream import DROP_CONNECTION
-from hookline.serving.guards import read_json
+from hookline.serving.intake import Intake
 from hookline.serving.limits import Limits
+from hookline.serving.replies.event_stream import DROP_CONNECTION
 from tests.serving.wire import PATIENCE, Answer, Wire, chunk, memory, serving
 from tests.suites.raw_cases import BYE, CASES, CHUNKED, Case
 from tests.suites.report import SuiteReport, Tally, Tier
 
 LIMITS = Limits(header_seconds=0.5, body_seconds=0.5, reader_seconds=0.5, body_bytes=2**20)
+# Windows in which others are timed, where that is judged, and how many of them ask one request after the other.
+_WINDOWS, _TIMED = 10, 4
 _MUTATED = {Tier.T1: 100, Tier.T2: 5_000}
 _TOGETHER = 100
 # Until a mutated request must have been answered; a connection that then still waits for the next one gets its last.
 _WAIT = 1.5 * max(LIMITS.header_seconds, LIMITS.body_seconds)
 _OTHERS, _CUT = 50, 40
+_PAUSE = 0.01  # between the requests of a client that is timed
 _MEMORY_BYTES = 50 * 10**6
 # Of a case, what is changed: the rest of a megabyte would be sent for nothing.
 _MOST_BYTES = 2**16
@@ -50,11 +62,11 @@ def run(tier: Tier, seed: int) -> SuiteReport:
         "100 MB refused",
     ]
     tally = Tally("F4", tier, seed, len(CASES) + _CUT + 2 + _MUTATED[tier], forced)
-    asyncio.run(_run(tally, _MUTATED[tier]))
+    asyncio.run(_run(tally, tier))
     return tally.report()
 
 
-async def _run(tally: Tally, mutated: int) -> None:
+async def _run(tally: Tally, tier: Tier) -> None:
     async with serving(App(), LIMITS, most_connections=500) as wire:
         before = memory()
         others = asyncio.gather(*(wire.get("/") for _ in range(_OTHERS)))
@@ -69,10 +81,13 @@ async def _run(tally: Tally, mutated: int) -> None:
                 tally.event("cut")
         with tally.case("a body of 100 MB without length"):
             await _flood(tally, wire)
-        made = _mutations(tally.random, mutated)
-        others = asyncio.gather(*(wire.get("/") for _ in range(_OTHERS)))
-        await asyncio.gather(*(_ask_mutated(tally, wire, made) for _ in range(_TOGETHER)))
-        await _await_others(tally, others)
+        made = _mutations(tally.random, _MUTATED[tier])
+        if tier is Tier.T1:
+            others = asyncio.gather(*(wire.get("/") for _ in range(_OTHERS)))
+            await asyncio.gather(*(_ask_mutated(tally, wire, made) for _ in range(_TOGETHER)))
+            await _await_others(tally, others)
+        else:
+            await _timed(tally, wire, made, _MUTATED[tier] // _WINDOWS)
         with tally.case("after all"):
             async with asyncio.timeout(PATIENCE):
                 while wire.server.server_state.connections or wire.server.server_state.tasks:
@@ -80,6 +95,43 @@ async def _run(tally: Tally, mutated: int) -> None:
             tally.expect((await wire.get("/")).status == 200, "after all, a sound request is not served")
             grown = memory() - before
             tally.expect(grown < _MEMORY_BYTES, f"memory has grown by {grown:,} bytes")
+
+
+async def _timed(tally: Tally, wire: Wire, made: Iterator[bytes], count: int) -> None:
+    """Windows of `count` requests of strangers, sound ones and mutated ones by turns."""
+    sound = [case for case in CASES if case.status == 200]
+    slowest: dict[bool, list[float]] = {True: [], False: []}
+    while batch := list(itertools.islice(made, count)):
+        known = iter([_whole(tally.random.choice(sound)) for _ in batch])
+        for is_mutated, sent in ((False, known), (True, iter(batch))):
+            ask = _ask_mutated if is_mutated else _ask_soundly
+            strangers = asyncio.gather(*(ask(tally, wire, sent) for _ in range(_TOGETHER)))
+            timed = await asyncio.gather(*(_time_other(tally, wire, strangers) for _ in range(_TIMED)))
+            await strangers
+            slowest[is_mutated].append(statistics.quantiles(itertools.chain(*timed), n=100)[98])
+    beside, usual = (statistics.median(slowest[is_mutated]) for is_mutated in (True, False))
+    told = f"others' slowest of 100 took {beside:.3f} s beside mutated requests, and {usual:.3f} s beside sound ones"
+    tally.expect(beside < 2 * usual, told)
+
+
+async def _time_other(tally: Tally, wire: Wire, strangers: asyncio.Future[Any]) -> list[float]:
+    """Seconds of another client's requests while strangers are there."""
+    seconds = list[float]()
+    while not strangers.done():
+        began = time.monotonic()
+        answer = await wire.get("/")
+        seconds.append(time.monotonic() - began)
+        tally.expect(answer.status == 200, f"another client gets {answer.status}")
+        tally.event("others served")
+        await asyncio.sleep(_PAUSE)
+    return seconds
+
+
+async def _ask_soundly(tally: Tally, wire: Wire, known: Iterator[bytes]) -> None:
+    """At the pace of `_ask_mutated`."""
+    for sent in known:
+        answer = await wire.exchange(sent, _WAIT, BYE)
+        tally.expect(200 in answer.statuses, f"a sound stranger gets {answer.statuses}")
 
 
 async def _await_others(tally: Tally, others: asyncio.Future[list[Answer]]) -> None:
@@ -175,6 +227,7 @@ class App:
         self.left = asyncio.Event()
         self.waiting = asyncio.Event()
         self.go_on = asyncio.Event()
+        self._intake = Intake(LIMITS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.methods.append(scope["method"])
@@ -182,7 +235,7 @@ class App:
         status, body = 200, b"ok"
         try:
             if scope["path"] == "/json":
-                body = str(await read_json(Request(scope, receive), LIMITS, len)).encode()
+                body = str(await self._intake.read(Request(scope, receive), len)).encode()
             elif scope["path"] == "/wait":
                 body = await self._wait(receive)
             elif scope["path"] == "/drop":

@@ -9,12 +9,15 @@ from __future__ import annotations
 import enum
 import json
 import random
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tests.suites.plan import told_cut
 
 # Failures that a report keeps; it counts them all.
 _MOST_KEPT = 12
@@ -39,7 +42,8 @@ class SuiteReport:
         events: what was forced, by name, and how often it occurred.
         failures: the first of them.
         failed: how many there were.
-        seconds: of wall time; `cpu_seconds` are this process's own.
+        seconds: of wall time.
+        cpu_seconds: of this process and of those that it started and saw end; not of a killed server's engine.
     """
 
     suite: str
@@ -97,7 +101,7 @@ class Tally:
         self._failures: list[str] = []
         self._failed = 0
         self._begun = time.monotonic()
-        self._cpu_begun = time.process_time()
+        self._cpu_begun = _cpu_seconds()
 
     def event(self, name: str, times: int = 1) -> None:
         """Something that was forced has occurred."""
@@ -140,12 +144,12 @@ class Tally:
             failures=tuple(self._failures),
             failed=self._failed,
             seconds=time.monotonic() - self._begun,
-            cpu_seconds=time.process_time() - self._cpu_begun,
+            cpu_seconds=_cpu_seconds() - self._cpu_begun,
         )
 
 
 def page(reports: Sequence[SuiteReport]) -> list[str]:
-    """The reports as the lines of one page: a table, and below it what failed."""
+    """The reports as the lines of one page: a table, and below it what failed and what the plan has beyond it."""
     rows = [("suite", "tier", "cases / plan", "seed", "wall s", "cpu s", "failed", "forced events")]
     for report in reports:
         events = ", ".join(f"{name} {count}" for name, count in sorted(report.events.items()))
@@ -166,8 +170,14 @@ def page(reports: Sequence[SuiteReport]) -> list[str]:
     lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
     for report in reports:
         lines += [f"{report.suite} FAILED: {fault}" for fault in report.faults]
+    lines += filter(None, (told_cut(report.suite, report.tier, report.planned) for report in reports))
     seconds, cases = sum(report.seconds for report in reports), sum(report.cases for report in reports)
     return [*lines, f"{len(reports)} suites, {cases:,} cases, {seconds:.0f} s of wall time together"]
+
+
+def _cpu_seconds() -> float:
+    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
 
 
 def _short(path: str) -> str:

@@ -15,8 +15,8 @@ from hookline import Engine, EngineConfig
 from hookline.config import SpeculativeConfig
 from hookline.grammar import GrammarSpec
 from hookline.scheduling.output import OutputDelta, TokenLogprob
-from hookline.serving import messages
-from hookline.serving.engine_process import EngineLoop
+from hookline.serving.process import messages
+from hookline.serving.process.engine_process import EngineLoop
 from tests.conftest import TINY, make_checkpoint
 from tests.glm5_2.models import GOLDEN_MODEL
 

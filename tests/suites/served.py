@@ -82,7 +82,7 @@ class Served:
         """The engine process, if there is one."""
         for process in self.processes():
             with suppress(psutil.Error):
-                if "hookline.serving.engine_process" in process.cmdline():
+                if "hookline.serving.process.engine_process" in process.cmdline():
                     return process
         return None
 
@@ -201,7 +201,9 @@ def metric(text: str, name: str, **labels: str) -> float:
     Raises:
         KeyError: if there is none.
     """
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    own = [line for line in text.splitlines() if line.startswith(f"hookline:{name}")]  # to read all takes long
+    families = text_string_to_metric_families("".join(f"{line}\n" for line in own))
+    samples = [sample for family in families for sample in family.samples]
     found = [x.value for x in samples if x.name == f"hookline:{name}" and labels.items() <= x.labels.items()]
     if not found:
         raise KeyError(name)
@@ -296,4 +298,4 @@ class Watch:
 
 def _stable(text: str) -> str:
     """Metrics without those of HTTP itself, whose series come with the first call of their kind."""
-    return "\n".join(line for line in text.splitlines() if "http_requests" not in line) + "\n"
+    return "\n".join(line for line in text.splitlines() if "http_request" not in line) + "\n"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hookline import Engine
-from hookline.serving import messages
+from hookline.serving.process import messages
 from tests.suites.invariants import Census, idle_faults
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import RUNNERS, DrivenLoop, Served, grammars, small_engine, tiny_model

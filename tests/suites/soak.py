@@ -1,4 +1,8 @@
-"""S1: a day of mixed requests in an hour. Nothing grows with their number, and the last are served as the first."""
+"""S1: a day of mixed requests in an hour. Nothing grows with their number, and the last are served as the first.
+
+At T2 the engine's process is killed twice in the midst of requests. Its death ends the server, whose place a new one
+takes on the same port; memory is judged within each server's life, the time that requests take over all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.suites.kills import kill
 from tests.suites.raw_client import Connection, Told
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import Served, Watch, serving
 
 _PLANNED = {Tier.T1: 2_000, Tier.T2: 172_800}
+# Servers one after the other; the next one comes when the engine of the last has been killed.
+_LIVES = {Tier.T1: 1, Tier.T2: 3}
 _CHECK_EVERY = {Tier.T1: 1_000, Tier.T2: 5_000}
 _TOGETHER = 24
 # Of every twenty requests.
 _MIX = (*("normal",) * 12, *("abort",) * 3, *("invalid",) * 2, "grammar", "several", "over-long")
-_WARM_UP = 0.05
+# Requests of a life before its memory is judged: tokenizers keep what they made of the last 10,000 texts.
+_WARM_UP = {Tier.T1: 100, Tier.T2: 16_000}
 _MOST_BYTES = 64.0  # of memory for each request, at T2
 _MOST_GROWTH = 48 * 2**20  # of memory, at T1, where the slope says nothing yet
 _SAMPLE_EVERY = 100
@@ -31,35 +39,59 @@ _WORDS = ("once", "a", "little", "request", "went", "out", "to", "see", "what", 
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
-    tally = Tally("S1", tier, seed, _PLANNED[tier], (*dict.fromkeys(_MIX), "samples of memory"))
+    forced = [*dict.fromkeys(_MIX), "samples of memory", *(["restarts"] if _LIVES[tier] > 1 else [])]
+    tally = Tally("S1", tier, seed, _PLANNED[tier] + _LIVES[tier] - 1, forced)
     asyncio.run(_run(tally, tier))
     return tally.report()
 
 
 async def _run(tally: Tally, tier: Tier) -> None:
+    planned, lives, port = _PLANNED[tier], _LIVES[tier], 0
+    seconds: list[float] = []
     with tiny_model() as model:
-        async with serving(model) as served:
-            watch = Watch(tally, served)
-            await watch.begin()
-            soak = _Soak(tally, watch, served)
-            numbers = iter(range(_PLANNED[tier]))
-            while part := list(itertools.islice(numbers, _CHECK_EVERY[tier])):
-                await soak.send(iter(part))
-                await watch.check(f"after {part[-1] + 1} requests")
-            for fault in soak.faults(tier):
-                tally.fail(fault)
+        for first, end in itertools.pairwise(planned * life // lives for life in range(lives + 1)):
+            async with serving(model, port=port) as served:
+                port = served.port
+                life = await _live(tally, served, range(first, end), tier)
+                seconds += life.seconds
+                if end < planned:
+                    with tally.case(f"restart after {end} requests"):
+                        await kill(tally, served, "engine", "decode")
+                        tally.event("restarts")
+    tenth = max(len(seconds) // 10, 2)
+    slow = [statistics.quantiles(part, n=100)[98] for part in (seconds[:tenth], seconds[-tenth:])]
+    if tier is Tier.T2 and slow[1] >= 1.2 * slow[0]:
+        tally.fail(f"S1: the slowest of 100 took {slow[0]:.3f} s at first and {slow[1]:.3f} s at last")
 
 
-class _Soak:
-    """The requests of one server, the seconds that normal ones took, and the memory meanwhile."""
+async def _live(tally: Tally, served: Served, numbers: range, tier: Tier) -> _Life:
+    """Requests of these numbers, with a look at all invariants from time to time."""
+    watch = Watch(tally, served)
+    await watch.begin()
+    life = _Life(tally, watch, served)
+    every = _CHECK_EVERY[tier]
+    for part in (numbers[first : first + every] for first in range(0, len(numbers), every)):
+        await life.send(iter(part))
+        await watch.check(f"after {part[-1] + 1} requests")
+    for fault in life.faults(tier):
+        tally.fail(fault)
+    return life
+
+
+class _Life:
+    """The requests of one server, and its memory meanwhile.
+
+    Attributes:
+        seconds: that normal requests took.
+    """
 
     def __init__(self, tally: Tally, watch: Watch, served: Served) -> None:
+        self.seconds: list[float] = []
         self._tally = tally
         self._watch = watch
         self._served = served
         self._pids = dict(zip(("front", "engine"), (process.pid for process in served.lasting()), strict=True))
         self._memory: dict[str, list[tuple[int, int]]] = {name: [] for name in self._pids}
-        self._seconds: list[float] = []
 
     async def send(self, numbers: Iterator[int]) -> None:
         """Requests of these numbers, some at a time."""
@@ -107,7 +139,7 @@ class _Soak:
                 used = reply.json["usage"]["completion_tokens"]
                 self._tally.expect(used == 12, f"I12: {used} tokens of 12")
         if kind == "normal":
-            self._seconds.append(time.monotonic() - began)
+            self.seconds.append(time.monotonic() - began)
 
     async def _stream(self, connection: Connection, body: dict[str, Any]) -> None:
         told = Told()
@@ -123,21 +155,15 @@ class _Soak:
             connection.reset()
 
     def faults(self, tier: Tier) -> list[str]:
-        """What grew, and whether requests took longer at the end."""
+        """What grew."""
         found: list[str] = []
         for name, samples in self._memory.items():
-            kept = [sample for sample in samples if sample[0] >= samples[-1][0] * _WARM_UP]
+            kept = [sample for sample in samples if sample[0] >= samples[0][0] + _WARM_UP[tier]]
             grown, slope = kept[-1][1] - kept[0][1], upper_slope(kept)
             if tier is Tier.T2 and slope >= _MOST_BYTES:
                 found.append(f"S1: the {name} process grows by up to {slope:.0f} bytes a request")
             if tier is Tier.T1 and grown > _MOST_GROWTH:
                 found.append(f"S1: the {name} process grew by {grown / 2**20:.0f} MiB")
-        tenth = max(len(self._seconds) // 10, 2)
-        first, last = (
-            statistics.quantiles(part, n=100)[98] for part in (self._seconds[:tenth], self._seconds[-tenth:])
-        )
-        if tier is Tier.T2 and last >= 1.2 * first:
-            found.append(f"S1: the slowest of 100 took {first:.3f} s at first and {last:.3f} s at last")
         return found
 
 

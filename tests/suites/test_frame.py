@@ -39,6 +39,15 @@ def test_an_error_in_a_case_is_its_failure_and_the_page_tells_all() -> None:
     assert "and 8 more" in text
 
 
+def test_the_page_says_what_is_left_of_the_plan_and_why() -> None:
+    def told(suite: str, tier: Tier, planned: int) -> str:
+        return page([Tally(suite, tier, 0, planned, []).report()])[-2]
+
+    assert "K3 at T1: planned: 6; cut to 3: each deadline once" in told("K3", Tier.T1, 3)
+    assert told("G1", Tier.T2, 99).endswith("planned: 20,040; cut to 99: nobody says why")
+    assert "planned by" not in told("G1", Tier.T2, 20_040) and "planned by" not in told("T", Tier.T1, 0)
+
+
 def test_the_command_says_by_its_exit_code_whether_all_passed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from hookline.grammar import GrammarSpec
 from hookline.parsers.constraint import allowed_functions, calls_grammar
 from hookline.parsers.contract import ToolCallDelta
-from hookline.parsers.scanning import Content, MarkedText, Markers
+from hookline.parsers.scanning import Found, MarkedText, Markers
 from hookline_glm5_2_mtp.tool_values import ToolValues
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -65,11 +65,8 @@ class Glm45ToolParser:
         functions = [tool["function"] for tool in tools]
         self._values = {function["name"]: ToolValues(function.get("parameters")) for function in functions}
         self._text = MarkedText()
-        self._beside = Content()
-        self._content: list[str] = []
-        self._deltas: list[ToolCallDelta] = []
+        self._found = Found()
         self._state = self._read_content
-        self._index = -1
         self._call_values = ToolValues(None)
         self._has_pairs = False
         # Text of the name, key or value that is being read.
@@ -81,28 +78,18 @@ class Glm45ToolParser:
         self._text.push(text)
         while self._state():
             continue
-        return self._take()
+        return self._found.take()
 
     def flush(self) -> tuple[str, Sequence[ToolCallDelta]]:
         """What was held back, at the end of the answer; the arguments of a call that is cut short are closed."""
         rest = self._text.rest()
         if self._state == self._read_content:
-            self._show(rest)
+            self._found.show(rest)
         elif self._state == self._read_name:
-            self._show(_CALL + self._take_held(rest))
+            self._found.show(_CALL + self._take_held(rest))
         else:
             self._end_call()
-        self._content.append(self._beside.flush())
-        return self._take()
-
-    def _take(self) -> tuple[str, Sequence[ToolCallDelta]]:
-        content, deltas = "".join(self._content), tuple(self._deltas)
-        self._content.clear()
-        self._deltas.clear()
-        return content, deltas
-
-    def _show(self, text: str) -> None:
-        self._content.append(self._beside.push(text))
+        return self._found.end()
 
     def _take_held(self, last: str = "") -> str:
         held = "".join(self._held) + last
@@ -113,7 +100,7 @@ class Glm45ToolParser:
 
     def _read_content(self) -> bool:
         before, marker = self._text.read(_IN_CONTENT)
-        self._show(before)
+        self._found.show(before)
         if marker:
             self._state = self._read_name
         return bool(marker)
@@ -125,9 +112,9 @@ class Glm45ToolParser:
             return False
         text = self._take_held()
         if marker == _CALL:
-            self._show(_CALL + text)
+            self._found.show(_CALL + text)
         elif not text.strip():
-            self._show(_CALL + text + marker)
+            self._found.show(_CALL + text + marker)
             self._state = self._read_content
         else:
             self._begin_call(text.strip())
@@ -173,21 +160,17 @@ class Glm45ToolParser:
         self._state = self._read_name if marker == _CALL else self._read_content
 
     def _begin_call(self, name: str) -> None:
-        self._index += 1
         self._has_pairs = False
         self._call_values = self._values.get(name) or ToolValues(None)
-        self._beside.call()
-        self._deltas.append(ToolCallDelta(self._index, name))
+        self._found.begin_call(name)
 
     def _add_pair(self, text: str) -> None:
         if self._key:
             value = self._call_values.to_json(self._key, text)
             opening = ", " if self._has_pairs else "{"
-            self._deltas.append(
-                ToolCallDelta(self._index, None, f"{opening}{json.dumps(self._key, ensure_ascii=False)}: {value}")
-            )
+            self._found.add_arguments(f"{opening}{json.dumps(self._key, ensure_ascii=False)}: {value}")
             self._has_pairs = True
         self._key = ""
 
     def _end_call(self) -> None:
-        self._deltas.append(ToolCallDelta(self._index, None, "}" if self._has_pairs else "{}"))
+        self._found.add_arguments("}" if self._has_pairs else "{}")

@@ -1,0 +1,1 @@
+"""From what the engine gives to what a client is sent."""
