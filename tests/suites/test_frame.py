@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hookline.scheduling.request import Request
-from tests.suites import invariants, stop_strings
+from tests.suites import invariants, soak, stop_strings
 from tests.suites.__main__ import main
 from tests.suites.faults import Fault, installed
 from tests.suites.invariants import Census, Resources, idle_faults
@@ -45,7 +46,19 @@ def test_the_page_says_what_is_left_of_the_plan_and_why() -> None:
 
     assert "K3 at T1: planned: 6; cut to 3: each deadline once" in told("K3", Tier.T1, 3)
     assert told("G1", Tier.T2, 99).endswith("planned: 20,040; cut to 99: nobody says why")
-    assert "planned by" not in told("G1", Tier.T2, 20_040) and "planned by" not in told("T", Tier.T1, 0)
+    assert "planned:" not in told("G1", Tier.T2, 20_040) and "planned:" not in told("T", Tier.T1, 0)
+
+
+def test_a_soak_tells_growth_from_noise() -> None:
+    rng = random.Random(0)
+    noisy = [(number, 10**8 + rng.randrange(10**6)) for number in range(0, 50_000, 100)]
+    assert abs(soak.upper_slope(noisy)) < 10
+    assert soak.upper_slope([(number, value + 100 * number) for number, value in noisy]) > 95
+    seconds = [rng.uniform(0.1, 0.2) for _ in range(4_000)]
+    calm = soak.usual_slowest(seconds)
+    assert 0.19 < calm < 0.2
+    assert soak.usual_slowest([*seconds[:500], *([9.0] * 500), *seconds[1_000:]]) < 1.05 * calm
+    assert soak.usual_slowest([1.3 * each for each in seconds]) > 1.2 * calm
 
 
 def test_the_command_says_by_its_exit_code_whether_all_passed(
