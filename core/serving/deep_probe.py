@@ -20,6 +20,7 @@ _MOST_SECONDS = 5.0
 _PAUSE_SECONDS = 5.0
 # Every model has the token 0. Nothing of it is found in the cache, which takes whole blocks.
 _REQUEST = ValidatedRequest((0,), SamplingParams(max_tokens=1, ignore_eos=True))
+_FAULT = "The engine failed at a token."
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +34,8 @@ class _Outcome:
 
 
 class DeepProbe:
-    """Asks the engine for a token: once at a time and not often, however many ask. The others get the last outcome.
+    """Asks the engine for a token: once at a time and not often, however many ask. Who asks meanwhile shares what comes
+    of it, and who asks soon after gets the last outcome.
 
     The request waits its turn as all do, beyond the queue's limit and uncounted in the figures of requests.
     """
@@ -71,20 +73,24 @@ class DeepProbe:
             fault = f"No token came within {self._most_seconds:g} s."
         except HooklineError as error:
             _log.error("the deep probe failed: %s", error)
-            fault = "The engine failed at a token."
+            fault = _FAULT
+        except Exception:  # a fault of ours, behind which the next probe asks anew
+            _log.exception("the deep probe failed")
+            fault = _FAULT
         ended = loop.time()
         return _Outcome(ended - begun, ended, fault)
 
     async def _take_token(self) -> str:
         """ "" if a token came, else what went wrong."""
         answer: Answer = self._engine.submit(_REQUEST)
-        tokens = 0
+        tokens, failed = 0, False
         try:
             while not answer.finished:
                 for delta in await answer.deltas():
                     tokens += len(delta.token_ids)
                     if delta.error:
                         _log.error("the deep probe failed: %s", delta.error)
+                        failed = True
         finally:
             answer.abort()
-        return "" if tokens else "The engine failed at a token."
+        return "" if tokens and not failed else _FAULT

@@ -56,7 +56,7 @@ class ServedModel:
         return cls(
             facts=facts,
             tokenizer=tokenizer,
-            validator=Validator(facts, tokenizer, config, tool_format, reasoning_format),
+            validator=Validator(facts, tokenizer, config, tools, reasoning),
             grammars=grammars,
             context=AnswerContext(TokenTexts(tokenizer), frozenset(facts.eos_token_ids), tools, reasoning),
             created=int(time.time()),

@@ -18,6 +18,8 @@ from hookline.serving.replies.event_stream import wait_for_leave
 # Bodies beyond this are read and worked on in a thread, so that others go on meanwhile. Those within it do not count
 # for the bound on all of them, so that large ones cannot keep them out; connections bound their number.
 LARGE_BODY = 32 * 2**10
+# Of a length that can be right; Python makes no number of thousands of digits.
+_MOST_DIGITS = 19
 # Threads that work at a time; what comes beyond them waits. More would only share one lock.
 THREADS = 4
 
@@ -86,8 +88,8 @@ class Intake:
 
     async def _receive(self, request: Request, hold: Callable[[int], None]) -> bytes:
         most = self._limits.body_bytes
-        told = request.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > most:
+        told = request.headers.get("content-length", "").lstrip("0")
+        if told.isdecimal() and (len(told) > _MOST_DIGITS or int(told) > most):
             raise _too_large(most)
         body = bytearray()
         async for part in request.stream():

@@ -226,7 +226,7 @@ class Metrics:
             calls.add_metric(key, count)
         yield calls
         spans = HistogramMetricFamily(
-            f"{self._prefix}:http_request_duration_seconds",
+            "http_request_duration_seconds",
             "From a call's head to the end of its answer, by route.",
             labels=["handler", "method"],
         )

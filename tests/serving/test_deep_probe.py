@@ -99,14 +99,33 @@ def test_a_token_that_does_not_come_is_a_503_and_is_given_up() -> None:
     asyncio.run(run())
 
 
+def test_a_fault_of_ours_is_not_kept() -> None:
+    def broken(request: ValidatedRequest) -> list[OutputDelta]:
+        raise RuntimeError("boom")
+
+    async def run() -> None:
+        engine = FakeEngine(broken)
+        probe = probe_of(engine, pause_seconds=0.0)
+        with pytest.raises(ApiError, match="failed"):
+            await probe.ask()
+        engine.script = one_token
+        assert (await probe.ask())["status"] == "ok"
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_fails_is_a_503_without_details() -> None:
     def fault(request: ValidatedRequest) -> list[OutputDelta]:
         last = delta("", "error", token_ids=[])
         last.error = "NaN at /some/place"
         return [last]
 
-    reply = asyncio.run(Rig(script=fault).get(PATH))
-    assert (reply.status, reply.error["code"]) == (503, "no_token") and b"place" not in reply.body
+    def late_fault(request: ValidatedRequest) -> list[OutputDelta]:
+        return [delta("a", "error", error="NaN at /some/place")]
+
+    for script in (fault, late_fault):
+        reply = asyncio.run(Rig(script=script).get(PATH))
+        assert (reply.status, reply.error["code"]) == (503, "no_token") and b"place" not in reply.body
 
     async def run() -> None:
         engine = FakeEngine()

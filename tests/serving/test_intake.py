@@ -31,7 +31,7 @@ class Client:
     `silent` is set when all is sent.
     """
 
-    def __init__(self, *parts: bytes, told: int | None = None, whole: bool = True) -> None:
+    def __init__(self, *parts: bytes, told: int | str | None = None, whole: bool = True) -> None:
         self.silent = asyncio.Event()
         self._parts = list(parts)
         self._whole = whole
@@ -121,6 +121,19 @@ def test_a_body_counts_while_it_comes() -> None:
         with pytest.raises(ClientDisconnect):
             await reading
         assert intake.held == 0
+
+    asyncio.run(run())
+
+
+def test_a_length_of_thousands_of_digits_is_a_length() -> None:
+    """Python makes no number of so many."""
+
+    async def run() -> None:
+        intake = Intake(Limits())
+        assert await intake.read(Client(SMALL, told="0" * 5_000 + str(len(SMALL))).request, len) == 1
+        with pytest.raises(ApiError) as error:
+            await intake.read(Client(SMALL, told="9" * 5_000).request, len)
+        assert error.value.status == 413
 
     asyncio.run(run())
 

@@ -117,10 +117,11 @@ class RunningCall:
         self.call = call
         self.unfinished = sum(prompt.params.n for prompt in call.prompts)
         self.admitted = 0
-        self.end: Callable[[Exception], None] | None = None
+        self.end: Callable[[Exception], None] = _nothing_to_end
         of_step = sum(prompt.params.n * (2 + (prompt.params.logprobs or 0)) for prompt in call.prompts)
         self._most_values = max(most_values, _STEPS_BEHIND * of_step)
         self._values = 0  # that have come and have not been taken
+        self._is_awaited = False  # by whoever takes all of them then
         self._answers: list[Answer] = []
         self._news: asyncio.Queue[tuple[int, list[OutputDelta] | Exception]] | None = None
         self._pumps: list[asyncio.Task[None]] = []
@@ -156,11 +157,14 @@ class RunningCall:
             InvalidRequestError, NotEnoughMemoryError, ServerError: as the engine's answers do.
             ApiError: if the engine failed at a continuation, or ended it.
         """
+        self._is_awaited = True
         try:
             async with asyncio.timeout(seconds):
                 number, deltas = await self._next()
         except TimeoutError:
             return None
+        finally:
+            self._is_awaited = False
         for delta in deltas:
             self._values -= _values(delta)
             if delta.finish_reason is not None:
@@ -172,7 +176,7 @@ class RunningCall:
     def _count_in(self, delta: OutputDelta) -> None:
         """What a stream's client does not take is kept up to a bound; of a whole answer nothing can be taken before."""
         self._values += _values(delta)
-        if self.call.stream and self._values > self._most_values and self.end is not None:
+        if self.call.stream and not self._is_awaited and self._values > self._most_values:
             self.end(ClientGone("the client takes too little"))
 
     async def _next(self) -> tuple[int, list[OutputDelta]]:
@@ -189,6 +193,10 @@ class RunningCall:
             pump.cancel()
         for answer in self._answers:
             answer.abort()
+
+
+def _nothing_to_end(cause: Exception) -> None:
+    raise RuntimeError("the call is not at work") from cause
 
 
 def _values(delta: OutputDelta) -> int:

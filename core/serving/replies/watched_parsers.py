@@ -16,9 +16,10 @@ from hookline.grammar import GrammarSpec
 from hookline.parsers.contract import ReasoningFormat, ReasoningParser, ToolFormat, ToolParser
 
 # What one call of a parser may take: of the processor's time, so that a busy machine ends nobody's request, and of the
-# clock's, for a parser that waits.
+# clock's, for a parser that waits. A whole answer is one piece: its length counts, since parsers take linear time.
 MOST_PROCESSOR_SECONDS = 0.5
 MOST_SECONDS = 5.0
+SECONDS_A_CHAR = 1e-5
 
 Result = TypeVar("Result")
 Second = TypeVar("Second")
@@ -47,7 +48,7 @@ class WatchedTools:
 
     def constraint(self, tools: Sequence[Mapping[str, Any]], name: str | None, parallel: bool) -> GrammarSpec | None:
         """See `ToolFormat`."""
-        return self._inner.constraint(tools, name, parallel)
+        return _watch(self._name, self._inner.constraint, tools, name, parallel)
 
 
 class WatchedReasoning:
@@ -61,7 +62,7 @@ class WatchedReasoning:
 
     def starts_inside(self, prompt_token_ids: Sequence[int], find_token: Callable[[str], int | None]) -> bool:
         """See `ReasoningFormat`."""
-        return self._inner.starts_inside(prompt_token_ids, find_token)
+        return _watch(self._name, self._inner.starts_inside, prompt_token_ids, find_token)
 
     def parser(self, starts_inside: bool) -> ReasoningParser:
         """See `ReasoningFormat`."""
@@ -86,14 +87,17 @@ class _WatchedParser(Generic[Second]):
         self._name = name
 
     def push(self, text: str) -> tuple[str, Second]:
-        return _watch(self._name, _pair, self._push, text)
+        return _watch(self._name, _pair, self._push, text, chars=len(text))
 
     def flush(self) -> tuple[str, Second]:
         return _watch(self._name, _pair, self._flush)
 
 
-def _watch(name: str, call: Callable[..., Result], *arguments: object) -> Result:
+def _watch(name: str, call: Callable[..., Result], *arguments: object, chars: int = 0) -> Result:
     """What `call` gives.
+
+    Args:
+        chars: of the text that it is given.
 
     Raises:
         PluginError: if it raises or takes too long. Clients are told an id of it, the log has the rest.
@@ -104,11 +108,12 @@ def _watch(name: str, call: Callable[..., Result], *arguments: object) -> Result
     except (Exception, SystemExit) as error:
         raise PluginError(f"{name} failed: {type(error).__name__}") from error
     used, taken = time.thread_time() - used, time.monotonic() - begun
-    if used > MOST_PROCESSOR_SECONDS or taken > MOST_SECONDS:
+    more = SECONDS_A_CHAR * chars
+    if used > MOST_PROCESSOR_SECONDS + more or taken > MOST_SECONDS + more:
         raise PluginError(
             f"{name} took {taken:.2f} s ({used:.2f} s of them the processor's) for one piece of an answer, and nothing "
-            f"else was served meanwhile; it may take {MOST_PROCESSOR_SECONDS:g} s of the processor's time, "
-            f"{MOST_SECONDS:g} s in all"
+            f"else was served meanwhile; it may take {MOST_PROCESSOR_SECONDS + more:g} s of the processor's time, "
+            f"{MOST_SECONDS + more:g} s in all"
         )
     return result
 

@@ -21,8 +21,15 @@ def ends_in_reasoning(text: str, style: ReasoningFormat) -> tuple[bool, str]:
 
 def ends_in_call(text: str, style: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether `text` breaks off within a tool call, so that what follows it is no content."""
-    parser = style.parser(tools)
-    parser.push(text)
-    content, _ = parser.push(_ANSWER)
+
+    def content_of(more: str) -> str:
+        parser = style.parser(tools)
+        parser.push(text)
+        return parser.push(more + _ANSWER)[0] + parser.flush()[0]
+
+    content = content_of("")
     # What a call has begun with may be content in the end, but comes with its marker then.
-    return not content.endswith(_ANSWER) or any(marker in content for marker in style.markers)
+    if not content.endswith(_ANSWER) or any(marker in content for marker in style.markers):
+        return True
+    # A marker that is no content behind the text ends something that began in it.
+    return any(not content_of(marker).endswith(marker + _ANSWER) for marker in style.markers)

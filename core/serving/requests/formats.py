@@ -14,6 +14,7 @@ from hookline.plugins import GGUF_PREFIX, PluginRegistry
 from hookline.serving.server_config import ServerConfig
 
 _SNAPSHOT = "hookline-snapshot.json"
+_SAFETENSORS = frozenset({"model.safetensors", "model.safetensors.index.json"})
 _MOST_BYTES = 64 * 2**20
 # How a GGUF file begins if its writer puts the architecture first, as llama.cpp's does: magic, version, counts of
 # tensors and fields; the first field's key with its length, the number of the type text, and the text's length.
@@ -65,7 +66,7 @@ def _of_folder(folder: Path) -> str | None:
     if _SNAPSHOT in names:
         return _first_name(_read(folder / _SNAPSHOT).get("hf_config"))
     gguf = [name for name in names if name.endswith(".gguf")]
-    if gguf and not any(name.endswith(".safetensors") for name in names):
+    if gguf and not names & _SAFETENSORS:
         return _of_gguf(folder / gguf[0]) if len(gguf) == 1 else None
     return _first_name(_read(folder / "config.json"))
 

@@ -170,6 +170,23 @@ def test_who_takes_too_little_is_dropped(tokenizer: Tokenizer, prompts: int) -> 
     assert dropped == ["yes"]
 
 
+def test_who_reads_at_once_is_not_behind(tokenizer: Tokenizer) -> None:
+    """However much comes in one go."""
+
+    async def run() -> Rig:
+        rig = Rig(tokenizer, limits=Limits(reader_values=200))
+        async with rig.call("/v1/completions", BODY) as reply:
+            answer = await rig.engine.answer()
+            for _ in range(3):
+                await asyncio.sleep(0.01)  # it waits for news
+                answer.feed(*(delta("a" * 90) for _ in range(9)))
+            answer.feed(delta("b", "stop"))
+            await reply.done()
+        return rig
+
+    assert asyncio.run(run()).metrics.reasons == ["stop"]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [(InvalidRequestError("no", field="seed"), 400, "invalid_value"), (ServerError("dead"), 503, "engine_dead")],

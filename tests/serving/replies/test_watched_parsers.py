@@ -78,6 +78,40 @@ def test_a_parser_that_fails_ends_its_request(
     assert error["code"] in caplog.text and PLUGIN in caplog.text and "Broken" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        *(("tools", call) for call in ("push", "parser", "constraint")),
+        *(("reasoning", call) for call in ("push", "parser", "starts_inside")),
+    ],
+)
+@pytest.mark.parametrize("fault", [fail, leave], ids=["raises", "exits"])
+def test_one_that_fails_at_the_door_ends_its_request(
+    tokenizer: Tokenizer, kind: str, call: str, fault: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a message goes on, where a prompt may open a thought, and where a call is forced."""
+    broken = Broken(**{call: fault} if call in ("push", "parser") else {})
+    if call in ("starts_inside", "constraint"):
+        setattr(broken, call, fault)
+    formats: dict[str, Any] = {"tool_format" if kind == "tools" else "reasoning_format": broken}
+    body: dict[str, Any] = CHAT | (TOOLS if kind == "tools" else {})
+    if call in ("push", "parser"):
+        body |= {"continue_final_message": True, "messages": [{"role": "assistant", "content": "so"}]}
+    elif call == "constraint":
+        body["tool_choice"] = "required"
+    reply = asyncio.run(Rig(tokenizer, hello, **formats).post("/v1/chat/completions", body))
+    assert reply.status == 500 and reply.error["type"] == "server_error" and b"secret" not in reply.body
+    assert PLUGIN in caplog.text and "Broken" in caplog.text
+
+
+def test_a_long_answer_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_parsers, "MOST_PROCESSOR_SECONDS", 0.02)
+    parser = WatchedReasoning(Broken(push=spin), PLUGIN).parser(False)
+    parser.push("a" * 10_000)
+    with pytest.raises(PluginError, match="it may take"):
+        parser.push("a")
+
+
 def test_others_go_on(tokenizer: Tokenizer) -> None:
     """A stream whose parser fails in its midst, between two pieces of another."""
 

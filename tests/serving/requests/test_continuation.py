@@ -163,12 +163,14 @@ def test_where_calls_break_off(text: str, inside: bool) -> None:
     glm = PluginRegistry().load("GlmMoeDsaForCausalLM").tool_format("glm45")
     assert glm is not None
     endings = {
-        HermesFormat(): (OPEN_CALL, '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'),
-        glm: ("<tool_call>weather<arg_key>ci", "<tool_call>weather</tool_call>"),
+        HermesFormat(): (OPEN_CALL, '<tool_call>{"name": "weather", "arguments": {}}', "</tool_call>"),
+        glm: ("<tool_call>weather<arg_key>ci", "<tool_call>weather", "</tool_call>"),
     }
-    for style, (open_call, whole_call) in endings.items():
+    for style, (open_call, begun, end) in endings.items():
+        whole_call = begun + end
         assert ends_in_call(text, style, [TOOL]) is inside
         assert ends_in_call(f"a{open_call}", style, [TOOL])
+        assert ends_in_call(f"a{begun}", style, [TOOL]) and ends_in_call(f"a{begun}\n", style, [TOOL])
         assert not ends_in_call(f"a{whole_call}", style, [TOOL])
         assert not ends_in_call(f"{whole_call}\nb", style, [TOOL])
 

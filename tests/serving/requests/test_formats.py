@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from hookline.checkpoint import open_checkpoint
+from hookline.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from hookline.cli import serve as serve_command
 from hookline.cli.main import engine as engine_command
 from hookline.config import EngineConfig
@@ -53,8 +54,12 @@ def test_a_glance_at_each_kind_of_folder(tmp_path: Path) -> None:
     assert peek_architecture(tmp_path) == "A"
     (tmp_path / "model.gguf").write_bytes(gguf())
     assert peek_architecture(tmp_path) == "gguf.llama"
-    (tmp_path / "model.safetensors").touch()
-    assert peek_architecture(tmp_path) == "A"
+    (tmp_path / "adapter.safetensors").touch()  # of something else
+    assert peek_architecture(tmp_path) == "gguf.llama"
+    for name in (SINGLE_FILE, INDEX_FILE):
+        (tmp_path / name).touch()
+        assert peek_architecture(tmp_path) == "A"
+        (tmp_path / name).unlink()
     (tmp_path / "hookline-snapshot.json").write_text(json.dumps({"hf_config": {"architectures": ["C"]}}))
     assert peek_architecture(tmp_path) == "C"
 
