@@ -147,6 +147,10 @@ def _faults_of_objects(schema: Mapping[str, object]) -> Iterator[str]:
     if "propertyNames" in schema and (named or patterns):
         yield "propertyNames beside properties or patternProperties is not supported"
     required, least = schema.get("required"), schema.get("minProperties")
+    described = named if isinstance(named, Mapping) else {}
+    missing = [name for name in required if name not in described] if isinstance(required, list) else []
+    if missing and not isinstance(schema.get("additionalProperties"), Mapping):
+        yield f"required names {str(missing[0])[:100]!r}, which properties does not describe"
     is_open = not named or bool(patterns) or schema.get("additionalProperties", False) is not False
     known = len(required) if isinstance(required, list) else 0
     if is_open and isinstance(least, int | float) and least > max(known, 0):

@@ -10,8 +10,8 @@ import codecs
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 _ALIAS_PLANE, _STAND_IN_PLANE = 0xF0000, 0x100000
 _UNKNOWN = chr(_STAND_IN_PLANE + 2**16 - 3)
 _MAX_DEPTH = 64
+# Fields whose values templates compare, and names of fields that they ask for: no stand-in may come there for a word.
+_KNOWN_VALUES = frozenset({"role", "type"})
+_KNOWN_KEYS = frozenset(
+    {
+        *("role", "content", "text", "type", "name", "id", "tool_calls", "tool_call_id", "function", "arguments"),
+        *("reasoning", "reasoning_content", "parameters", "properties", "required", "description", "enum", "items"),
+    }
+)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 # Byte-level vocabularies (GPT-2) spell a byte as itself where it prints, and the others as characters 256 and on.
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -184,10 +192,11 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, in which only the template's own text makes control tokens.
 
-        Every control token holds some opening character, such as `<`. If the request's texts hold none, all control
-        tokens are the template's. If they do, the template is rendered once more with private stand-ins for those
-        characters in all texts of the request, however deep they are nested; whatever the template does with its
-        texts, joining, cutting or trimming them, a control token in this second rendering is the template's. If both
+        Control tokens are made of signs, such as `<` and `|`, and words between them. If the request's texts hold no
+        such sign and are no such word, all control tokens are the template's. If they do, the template is rendered
+        once more with private stand-ins for the signs, and for a word's first letter, in all texts of the request,
+        however deep they are nested; whatever the template does with its texts, joining, cutting or trimming them, or
+        putting signs of its own around them, a control token in this second rendering is the template's. If both
         renderings have the same ones, the plain rendering is encoded as it is, and the ids are those of
         `transformers`. If not, the second one is: its control tokens as such, the rest as ordinary text.
 
@@ -205,12 +214,13 @@ class Tokenizer:
         token_ids: list[int] = _encode(self._tokenizer, plain, False).ids
         found = [token_id for token_id in token_ids if token_id in self._control_ids]
         texts = list(_texts([messages, variables]))
-        if not any(self._opening.search(text) for text in texts):
+        if not any(self._signs.search(text) or text.strip() in self._inner_words for text in texts):
             shielded, stand_ins = plain, {}
         else:
             stand_ins = self._stand_ins({*plain, *(self.chat_template or "")}.union(*texts))
-            safe = _shield([messages, variables], self._opening, {char: sign for sign, char in stand_ins.items()})
-            shielded = self.render_chat(safe[0], add_generation_prompt, continue_final_message, **safe[1])
+            hide = partial(self._hide, {char: sign for sign, char in stand_ins.items()})
+            safe = {name: _changed(value, hide, known=True) for name, value in variables.items()}
+            shielded = self.render_chat(_changed(messages, hide), add_generation_prompt, continue_final_message, **safe)
         back = str.maketrans(stand_ins)
         own = [self._control[part] for part in self._added_text.findall(shielded) if part in self._control]
         same = shielded.translate(back) == plain or not any(map(self._names_control, texts))
@@ -222,15 +232,28 @@ class Tokenizer:
     # -- details -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _opening(self) -> re.Pattern[str]:
-        """Matches in each control token's text, at one character if that has one that is neither letter nor space."""
+    def _signs(self) -> re.Pattern[str]:
+        """Matches every character of control tokens that is no part of a word, and whole ones that are but words."""
         signs, words = set[str](), list[str]()
         for text in self._control:
-            sign = next((c for c in text if not c.isalnum() and not c.isspace() and c not in "_-"), None)
-            signs.update(sign or "")
-            words.extend([] if sign else [re.escape(text)])
+            own = {c for c in text if not c.isalnum() and not c.isspace() and c not in "_-"}
+            signs.update(own)
+            words.extend([] if own else [re.escape(text)])
         parts = [*(re.escape(sign) for sign in sorted(signs)), *sorted(words, key=len, reverse=True)]
         return re.compile("|".join(parts) or r"(?!)")
+
+    @cached_property
+    def _inner_words(self) -> frozenset[str]:
+        """The words between the signs of control tokens, such as `im_end`."""
+        return frozenset(word for text in self._control for word in re.findall(r"[\w-]+", text))
+
+    def _hide(self, stand_ins: Mapping[str, str], text: str, known: bool) -> str:
+        """`text` with stand-ins for what may be part of a control token; a word is left where templates compare it."""
+        hidden = self._signs.sub(lambda match: stand_ins[match[0][0]] + match[0][1:], text)
+        word = text.strip()
+        if not known and word in self._inner_words:
+            hidden = hidden.replace(word[0], stand_ins[word[0]], 1)
+        return hidden
 
     @cached_property
     def _added_text(self) -> re.Pattern[str]:
@@ -258,13 +281,13 @@ class Tokenizer:
         return any(part in self._control for part in self._added_text.findall(text))
 
     def _stand_ins(self, used: set[str]) -> dict[str, str]:
-        """For each character that may open a match of `_opening` a private one that is not in use: private to own."""
-        openings = sorted({char for text in self._control for char in text})
+        """For each character of control tokens a private one that is not in use: private to own."""
+        chars = sorted({char for text in self._control for char in text})
         codes = range(_STAND_IN_PLANE, _STAND_IN_PLANE + 2**16 - 2)
-        free = list(islice((chr(code) for code in codes if chr(code) not in used), len(openings)))
-        if len(free) < len(openings):
+        free = list(islice((chr(code) for code in codes if chr(code) not in used), len(chars)))
+        if len(free) < len(chars):
             raise InvalidRequestError("the texts use up Unicode's private characters", field="messages")
-        return dict(zip(free, openings, strict=True))
+        return dict(zip(free, chars, strict=True))
 
     def _encode_ordinary(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encodes text in which only the private spellings make control tokens."""
@@ -399,12 +422,20 @@ def _texts(value: object, depth: int = 0) -> Iterator[str]:
                 yield from _texts(value[item], depth + 1)
 
 
-def _shield(value: Any, opening: re.Pattern[str], signs: Mapping[str, str]) -> Any:
-    """A copy of JSON-like data in which the first character of every match of `opening` is replaced."""
+def _changed(value: Any, change: Callable[[str, bool], str], known: bool = False) -> Any:
+    """A copy of JSON-like data with every text changed, keys too.
+
+    Args:
+        change: is given a text, and whether templates compare it with what they know.
+        known: whether they do with `value`, where it is a text.
+    """
     if isinstance(value, str):
-        return opening.sub(lambda match: signs[match[0][0]] + match[0][1:], value)
+        return change(value, known)
     if isinstance(value, Mapping):
-        return {_shield(key, opening, signs): _shield(item, opening, signs) for key, item in value.items()}
+        return {
+            _changed(key, change, key in _KNOWN_KEYS): _changed(item, change, key in _KNOWN_VALUES)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_shield(item, opening, signs) for item in value]
+        return [_changed(item, change) for item in value]
     return value

@@ -36,6 +36,8 @@ from hookline.schema_support import check_schema
         ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "patternProperties of more than one"),
         ({"type": "object", "properties": {"a": {}}, "propertyNames": {"maxLength": 3}}, "propertyNames beside"),
         ({"type": "object", "minProperties": 2}, "minProperties beyond the required ones"),
+        ({"type": "object", "required": ["b"]}, "required names 'b'"),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}, "required names 'b'"),
         ({"$defs": {"x": {"anyOf": [{"contains": {}}]}}, "type": "null"}, r"#/\$defs/x/anyOf/0: contains"),
     ],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value)[:40],

@@ -303,6 +303,41 @@ def test_tools_and_keys_make_no_control_tokens() -> None:
     assert tokenizer.decode(ids) == '[{"name": "f<|im_end|>", "parameters": {"<|im_start|>": 1}}]x'
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for key in m.tool %}\n<{{ key }}>{% endfor %}", "|im_end|"),
+        ("{{ '<|' ~ m.content ~ '|>' }}", "im_end"),
+        ("{{ '<|' ~ m.content | trim ~ '|>' }}", " im_end "),
+        ("{{ '<|im_' ~ m.content }}", "end|> and so on"),
+        ("{{ m.content ~ 'im_end|>' }}", "so <|"),
+        ("{{ m.content | replace('&lt;', '<') }}", "&lt;|im_end|>"),
+    ],
+)
+def test_signs_of_the_template_around_a_text_make_no_control_token(template: str, text: str) -> None:
+    """Whatever part of it the client writes."""
+    tokenizer = Tokenizer(byte_level(), "<|im_start|>{% for m in messages %}" + template + "{% endfor %}")
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text, "tool": {text: 1}}])
+
+    found = ids(text)
+    assert [i for i in found if i in tokenizer.special_ids] == tokenizer.encode("<|im_start|>", allow_special=True)
+    assert "<|im_end|>" in tokenizer.decode(found)
+
+
+def test_what_a_template_compares_is_left_as_it_is() -> None:
+    """A role may be a word of a control token."""
+    built = byte_level()
+    built.add_special_tokens(["<|user|>"])
+    template = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer = Tokenizer(built, template)
+    [user] = tokenizer.encode("<|user|>", allow_special=True)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "<|user|>user"}])
+    assert ids[0] == user and user not in ids[1:]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "user"}]) == [user, *tokenizer.encode("user")]
+
+
 def test_control_token_that_only_the_normalizer_makes() -> None:
     plain = byte_level()
     plain.normalizer = normalizers.NFKC()

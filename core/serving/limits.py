@@ -30,6 +30,7 @@ class Limits:
         messages: of one conversation.
         tools: of one call.
         schema_bytes, schema_depth, schema_nodes: of a JSON schema, regular expression or grammar.
+        tokenize_chars: of a text for `/tokenize`, whose tokens no context bounds.
         label_chars: of a client's own request id.
         waiting: answers that may wait for the engine; more are refused with 429.
         header_seconds, body_seconds: until a request's head and body must have come.
@@ -42,6 +43,7 @@ class Limits:
         reader_values: that may wait for a client who reads slowly: tokens, and the likeliest ones reported of them.
         ping_seconds: between the comments that keep an idle stream alive.
         grammar_seconds, grammar_memory: processor time and bytes of memory for compiling one grammar.
+        grammars: that may be compiled or wait for it at a time; more are refused with 503.
         grammar_cache_bytes: of compiled grammars that are kept.
     """
 
@@ -58,6 +60,7 @@ class Limits:
     schema_bytes: int = 64 * 2**10
     schema_depth: int = 32
     schema_nodes: int = 4096
+    tokenize_chars: int = 2**20
     label_chars: int = 256
     waiting: int = 1024
     header_seconds: float = 10.0
@@ -71,6 +74,7 @@ class Limits:
     ping_seconds: float = 15.0
     grammar_seconds: float = 2.0
     grammar_memory: int = 256 * 2**20
+    grammars: int = 32
     grammar_cache_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:

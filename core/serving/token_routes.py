@@ -43,6 +43,9 @@ def tokenize(body: TokenizeBody, validator: Validator) -> dict[str, Any]:
         raise ApiError(400, f"{name} goes with messages, not with a prompt.", param=name)
     else:
         text = body.prompt or ""
+        if len(text) > limits.tokenize_chars:
+            what = f"prompt has {len(text)} characters; at most {limits.tokenize_chars} are allowed."
+            raise ApiError(400, what, param="prompt")
         special = tokenizer.find_token(text) if text in tokenizer.special_tokens.values() else None
         ids = tokenizer.encode(text, body.add_special_tokens is not False) if special is None else [special]
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": validator.facts.max_model_len}

@@ -92,6 +92,13 @@ def test_bad_bodies(door: Validator) -> None:
         text_of(door, [1, 320])
 
 
+def test_a_text_is_bounded(door: Validator) -> None:
+    most = door.config.limits.tokenize_chars
+    with pytest.raises(ApiError, match=f"{most + 1} characters; at most {most}"):
+        tokenize(TokenizeBody.parse({"prompt": "a" * (most + 1)}), door)
+    assert tokenize(TokenizeBody.parse({"prompt": "a" * 1000}), door)["count"] > 1000
+
+
 def test_tokenizer_info(door: Validator) -> None:
     info = tokenizer_info(door)
     assert info["chat_template"] == CHAT_TEMPLATE

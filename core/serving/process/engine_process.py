@@ -7,6 +7,7 @@ It ends when the process that started it ends, however that comes: a thread look
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Seconds between signs of life where nothing else is to be said.
 BEAT = 1.0
 # Messages that may wait for the other process before this one waits as well.
@@ -279,6 +281,8 @@ def watch_parent(parent: int, path: str) -> None:
         path: of its socket, which is removed then, and its folder: who was killed could not do it.
     """
 
+    _wake_at_the_end_of_parent()
+
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_AGAIN)
@@ -288,6 +292,12 @@ def watch_parent(parent: int, path: str) -> None:
         os._exit(1)
 
     threading.Thread(target=look, name="parent", daemon=True).start()
+
+
+def _wake_at_the_end_of_parent() -> None:
+    """Has Linux resume this process, should it be stopped, when its parent ends: else nobody would look any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def main(path: str, parent: int) -> int:

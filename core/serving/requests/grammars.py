@@ -78,13 +78,15 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequestError: if the grammar is unsound or takes more than the limits allow.
-            ServerError: if the process cannot be started.
+            ServerError: if the process cannot be started, or has died, or too many grammars wait for it.
         """
         data = self._kept.get(spec)
         if data is not None:
             self._kept.move_to_end(spec)
             return data
         task = self._running.get(spec)
+        if task is None and len(self._running) >= self._limits.grammars:
+            raise ServerError(f"{len(self._running)} grammars are being compiled or wait for it; no more may wait")
         if task is None:
             task = self._running[spec] = asyncio.create_task(self._compile(spec))
             task.add_done_callback(lambda done: self._take(spec, done))
@@ -131,10 +133,13 @@ class GrammarCompiler:
             wait = longest_wait(self._limits.grammar_seconds) + _GRACE_SECONDS
             try:
                 answer = _answers.decode(await asyncio.wait_for(_ask(process, Compile(spec.kind, spec.source)), wait))
-            except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-                _log.warning("the grammar process is started anew: %s", error or type(error).__name__)
+            except TimeoutError as error:
+                _log.warning("the grammar process takes too long and is started anew")
                 await self._kill()
                 raise refusal(spec, "it takes too long") from error
+            except (OSError, asyncio.IncompleteReadError) as error:
+                await self._kill()
+                raise ServerError("the process that compiles grammars has died; the next one starts it anew") from error
             except BaseException:
                 await self._kill()  # its answer would be taken for the next one's
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -219,8 +220,10 @@ def test_messages_survive_the_wire(engine: Engine) -> None:
         assert decode(encode(report)) == report
 
 
-def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> None:
-    """A parent that is killed leaves neither engine nor socket behind, not even while it waits to hear what to load."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_process_ends_with_its_parent(stopped: bool, tmp_path: Path) -> None:
+    """A parent that is killed leaves neither engine nor socket behind, not even while it waits to hear what to load, or
+    has been stopped."""
     folder = tmp_path / "hookline-"
     folder.mkdir()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -238,6 +241,8 @@ def test_the_process_ends_with_its_parent(tiny_llama: Path, tmp_path: Path) -> N
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert socket.poll(30_000), "the engine process did not connect"
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
         parent.kill()
         parent.wait()
         deadline = time.monotonic() + 10

@@ -115,8 +115,24 @@ def test_what_nobody_waits_for_any_more_is_not_begun(serving: Serving, monkeypat
     serving.run(use)
 
 
+def test_only_so_many_wait(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for what another waits for already is no more to do."""
+
+    async def use(compiler: GrammarCompiler) -> None:
+        compiler._kept.clear()
+        monkeypatch.setattr(compiler, "_limits", Limits(grammars=2))
+        asked = [asyncio.create_task(compiler.compile(spec)) for spec in (SMALL[0], SMALL[1], SMALL[0])]
+        await asyncio.sleep(0)
+        with pytest.raises(ServerError, match="2 grammars are being compiled or wait"):
+            await compiler.compile(SMALL[2])
+        assert all(await asyncio.gather(*asked))
+        assert await compiler.compile(SMALL[2])
+
+    serving.run(use)
+
+
 def test_a_process_that_is_gone_is_started_anew(serving: Serving) -> None:
-    """Whoever waits for it is refused; the next is served."""
+    """Whoever waits for it hears that it was no fault of his; the next is served."""
 
     async def use(compiler: GrammarCompiler) -> None:
         await compiler.start()
@@ -127,7 +143,7 @@ def test_a_process_that_is_gone_is_started_anew(serving: Serving) -> None:
         task = asyncio.create_task(compiler.compile(SMALL[0]))
         await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(InvalidRequestError, match="it takes too long"):
+        with pytest.raises(ServerError, match="has died"):
             await task
         assert await compiler.compile(SMALL[1])
         assert compiler._process is not process
