@@ -18,9 +18,14 @@ from tests.source_tree import ROOT, project_files
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
 SERIALISERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-# Calls that unpickle, or that run text as code; `yaml.safe_load` is another name.
-DANGEROUS_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
-DANGEROUS_NAMES = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+# What passes objects between processes pickles them.
+SERIALISERS |= {"multiprocessing", "torch.multiprocessing"}
+# What unpickles, or runs text as code; `yaml.safe_load` is another name.
+DANGEROUS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
+DANGEROUS |= {"torch.serialization.load", "torch.serialization.save", "torch.jit.load", "torch.hub.load"}
+IMPORTERS = {"__import__", "import_module", "importlib.import_module"}
+DANGEROUS_NAMES = {"ProcessPoolExecutor"}
+DANGEROUS_NAMES |= {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
 DANGEROUS_NAMES |= {"send_object_list", "recv_object_list", "recv_pyobj", "send_pyobj"}
 DANGEROUS_OPTIONS = {"trust_remote_code", "allow_pickle"}
 
@@ -61,28 +66,44 @@ def serialiser_faults(path: str, tree: ast.Module) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in IMPORTERS:
+            names = [str(given.value) for given in node.args if isinstance(given, ast.Constant)]
         for name in names:
-            if name.partition(".")[0] in SERIALISERS:
+            if name.partition(".")[0] in SERIALISERS or name in SERIALISERS:
                 yield f"{path}:{line_of(node)} imports {name}: use JSON, safetensors or raw bytes"
 
 
 def dangerous_faults(path: str, tree: ast.Module) -> Iterator[str]:
-    """No call that unpickles or runs text, under whatever name it is imported."""
+    """Nothing that unpickles or runs text is named, called or not, under whatever name it is imported."""
+    imported = _imported_names(tree)
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            head, *rest = ast.unparse(node).split(".")
+            name = ".".join([imported.get(head, head), *rest]).removeprefix("builtins.")
+            if name in DANGEROUS:
+                yield f"{path}:{node.lineno} uses {name}"
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func).removeprefix("builtins.")
-            if called in DANGEROUS_CALLS:
-                yield f"{path}:{node.lineno} calls {called}"
             for option in node.keywords:
                 is_off = isinstance(option.value, ast.Constant) and option.value.value is False
                 if option.arg in DANGEROUS_OPTIONS and not is_off:
                     yield f"{path}:{node.lineno} passes {option.arg}: a checkpoint's own code is never run"
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if f"{node.module}.{alias.name}" in DANGEROUS_CALLS or alias.name in DANGEROUS_NAMES:
+                if f"{node.module}.{alias.name}" in DANGEROUS or alias.name in DANGEROUS_NAMES:
                     yield f"{path}:{node.lineno} imports {node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and node.attr in DANGEROUS_NAMES:
             yield f"{path}:{node.lineno} uses {node.attr}, which pickles"
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """What a name that is imported stands for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update((alias.asname, alias.name) for alias in node.names if alias.asname)
+        elif isinstance(node, ast.ImportFrom):
+            found.update((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+    return found
 
 
 def assert_faults(path: str, tree: ast.Module) -> Iterator[str]:
@@ -214,6 +235,15 @@ BROKEN = [
     (serialiser_faults, "import pickle"),
     (serialiser_faults, "def f():\n    from dill import loads"),
     (serialiser_faults, "import marshal as m"),
+    (serialiser_faults, "__import__('pickle')"),
+    (serialiser_faults, "importlib.import_module('dill.source')"),
+    (serialiser_faults, "from torch.multiprocessing import Queue"),
+    (dangerous_faults, "run = eval"),
+    (dangerous_faults, "import torch as t\nt.load('a.bin')"),
+    (dangerous_faults, "from torch.serialization import load"),
+    (dangerous_faults, "from yaml import load as read\nread(text)"),
+    (dangerous_faults, "torch.hub.load(x)"),
+    (dangerous_faults, "concurrent.futures.ProcessPoolExecutor()"),
     (dangerous_faults, "torch.load('a.bin')"),
     (dangerous_faults, "from torch import load"),
     (dangerous_faults, "eval('1')"),
