@@ -92,7 +92,9 @@ class Validator:
             continue_final_message=body.continue_final_message,
             keep=self._kept(body, max_tokens),
         )
-        inside = self._starts_in_reasoning(ids) if continued is None else continued
+        # A prompt that does not open the answer opens no thought either.
+        opened = body.add_generation_prompt is not False and self._starts_in_reasoning(ids)
+        inside = opened if continued is None else continued
         request = ValidatedRequest(
             token_ids=tuple(ids),
             params=fitted(params, len(ids), max_tokens, self.facts, prompt="messages", limit=name),

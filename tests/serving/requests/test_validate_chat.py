@@ -138,6 +138,13 @@ def test_tools_without_a_parser_name_the_option(door: Validator) -> None:
     assert chat(door, tools=[TOOL], tool_choice="none").prompts
 
 
+def test_a_prompt_that_opens_no_answer_opens_no_thought(able: Validator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its last words are."""
+    monkeypatch.setattr(type(able._reasoning_format), "starts_inside", lambda *given: True)
+    assert chat(able).starts_in_reasoning
+    assert not chat(able, add_generation_prompt=False).starts_in_reasoning
+
+
 def test_reasoning(able: Validator) -> None:
     inside = chat(able)
     assert inside.starts_in_reasoning and inside.reasoning == "separate"
