@@ -65,9 +65,11 @@ CASES: list[tuple[str, str, list[Call]]] = [
     (call("f", ("", "1"), (" ", "2")), "", [("f", "{}")]),
     ("<tool_call>f<arg_key>a</arg_key><arg_key>text</arg_key><arg_value>x</arg_value>", "", [("f", '{"text": "x"}')]),
     (call("f", ("text", "a</tool_call>b<tool_call>")), "", [("f", '{"text": "a</tool_call>b<tool_call>"}')]),
-    # Cut short: the pair that is not complete is missing, the object is closed.
-    ("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>te", "", [("f", '{"a": 1}')]),
-    ("<tool_call>f<arg_key>a</arg_key><arg_value>lo", "", [("f", "{}")]),
+    # Cut short within a pair: the object stays open. Behind a pair it is closed.
+    ("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>te", "", [("f", '{"a": 1')]),
+    ("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", "", [("f", '{"a": 1}')]),
+    ("<tool_call>f<arg_key>a</arg_key>", "", [("f", "{")]),
+    ("<tool_call>f<arg_key>a</arg_key><arg_value>lo", "", [("f", "{")]),
     ("<tool_call>f<arg_key>a</tool_call>", "", [("f", "{}")]),
     # The next call ends one that has no end.
     (
@@ -132,7 +134,8 @@ SCHEMAS: list[tuple[Any, str, str]] = [
 def test_calls_and_content(style: ToolFormat, text: str, content: str, calls: list[Call]) -> None:
     assert read_calls(style.parser(TOOLS), [text]) == (content, calls)
     for _, arguments in calls:
-        assert isinstance(json.loads(arguments), dict)
+        if not text.endswith(("te", "lo", "</arg_key>")):
+            assert isinstance(json.loads(arguments), dict)
 
 
 def test_the_pieces_do_not_matter(style: ToolFormat) -> None:

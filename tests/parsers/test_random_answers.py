@@ -64,18 +64,19 @@ def is_object(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("make", "words", "always_whole"), [(HermesFormat, HERMES, False), (glm_tools, GLM, True)], ids=["hermes", "glm45"]
+    ("make", "words", "only_last"), [(HermesFormat, HERMES, False), (glm_tools, GLM, True)], ids=["hermes", "glm45"]
 )
-def test_calls(make: Callable[[], ToolFormat], words: Sequence[str], always_whole: bool) -> None:
+def test_calls(make: Callable[[], ToolFormat], words: Sequence[str], only_last: bool) -> None:
+    """However they are cut; of GLM's only the last can be cut short, for the next one's beginning ends a call."""
     style, found, whole_calls = make(), 0, 0
     for seed, text in enumerate(answers(words, 0, 1500)):
         whole = read_calls(style.parser(TOOLS), [text])
         for pieces in random_cuts(text, seed, count=3):
             assert read_calls(style.parser(TOOLS), pieces) == whole, (text, pieces)
         sound = [is_object(arguments) for _, arguments in whole[1]]
-        assert all(sound) or not always_whole, (text, whole)
+        assert all(sound[:-1]) or not only_last, (text, whole)
         found, whole_calls = found + len(sound), whole_calls + sum(sound)
-    assert whole_calls > 30 and (always_whole or found > whole_calls)  # some were cut short
+    assert found > whole_calls > 30  # some were cut short
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -57,8 +57,9 @@ class Glm45ToolParser:
     """Takes one answer apart.
 
     A call is one from its first `<arg_key>` or its end on, and its name is given then; its arguments grow by complete
-    pairs, and are closed at its end, at the next call's beginning, or at the answer's end. What is no call up to there
-    is content as it stands.
+    pairs, and are closed at its end, at the next call's beginning, or at the answer's end behind a whole pair. One that
+    ends within a pair leaves them open, so that nobody takes them for all. What is no call up to there is content as it
+    stands.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -81,14 +82,16 @@ class Glm45ToolParser:
         return self._found.take()
 
     def flush(self) -> tuple[str, Sequence[ToolCallDelta]]:
-        """What was held back, at the end of the answer; the arguments of a call that is cut short are closed."""
+        """What was held back, at the end of the answer. A call that is cut within a pair stays cut short."""
         rest = self._text.rest()
         if self._state == self._read_content:
             self._found.show(rest)
         elif self._state == self._read_name:
             self._found.show(_CALL + self._take_held(rest))
-        else:
+        elif self._state == self._read_between and not self._key:
             self._end_call()
+        elif not self._has_pairs:
+            self._found.add_arguments("{")
         return self._found.end()
 
     def _take_held(self, last: str = "") -> str:
