@@ -97,7 +97,8 @@ class CallClock:
     def _check_begun(self) -> None:
         if not self._has_begun():
             seconds = self._limits.queue_seconds
-            message = f"The request waited {seconds:g} s without a start: the server is overloaded."
+            why = "the server is overloaded, or has not prepared the request's constraints yet"
+            message = f"The request waited {seconds:g} s without a start: {why}."
             self.end(ApiError(503, message, code="queue_deadline", retry_after=RETRY_SECONDS))
 
 
