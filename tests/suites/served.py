@@ -221,6 +221,7 @@ class Watch:
         self.tally = tally
         self.served = served
         self._probe = ""
+        self._used = (0, 0)  # tokens of the probe's prompt and answer
         self._before = ""
         self._resources: dict[int, Resources] = {}
         self._processes = 0
@@ -230,12 +231,14 @@ class Watch:
         port = self.served.port
         grammar = {"structured_outputs": {"choice": ["a", "b"]}}
         await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}) for _ in range(16)))
-        self._probe = (await ask(port, "/v1/completions", PROBE)).text
+        found = await ask(port, "/v1/completions", PROBE)
+        self._probe, self._used = found.text, _used(found.json["usage"])
+        self.tally.expect(self._used[1] == PROBE["max_tokens"], f"I12: the probe made {self._used} tokens")
         await self.idle(10.0)
         self._before = await metrics(port)
         self._processes = len(self.served.processes())
-        found = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
-        self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in found.items()}
+        held = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
+        self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in held.items()}
 
     def reply(self, label: str, reply: Reply | Told) -> None:
         """I8 and I9 of one reply."""
@@ -253,7 +256,7 @@ class Watch:
         return await until_true(rests, seconds)
 
     async def check(self, label: str) -> None:
-        """All that can be seen from outside: I1, I3, I5, I6, I7, I10, I13, I14."""
+        """All that can be seen from outside: I1, I3, I5, I6, I7, I10, I11, I12, I14; of I13, that a probe is served."""
         tally, served, port = self.tally, self.served, self.served.port
         tally.expect(await self.idle(), f"{label}: I1, I3: at rest the load is {await load(port)}")
         began = time.monotonic()
@@ -262,6 +265,12 @@ class Watch:
         sound = found.status == 200 and found.text == self._probe
         tally.expect(sound, f"{label}: I6: the probe gives {found.body!r:.200}, not {self._probe!r}")
         tally.expect(seconds < 2.0, f"{label}: I7: a normal request took {seconds:.1f} s")
+        told = await stream(port, {**PROBE, "stream_options": {"include_usage": True}})
+        tally.expect(sound and told.text() == found.text, f"{label}: I11: streamed, the probe gives {told.text()!r}")
+        for given in (found.json.get("usage") if sound else None, told.usage):
+            tally.expect(_used(given) == self._used, f"{label}: I12: the usage is {given}, not {self._used}")
+        for remote in self._strangers():
+            tally.fail(f"{label}: I14: there is a connection to {remote}")
         ready = await ask(port, "/readyz")
         tally.expect(ready.status == 200, f"{label}: I7: ready is {ready.status}: {ready.body!r:.200}")
         await self.idle()
@@ -278,6 +287,15 @@ class Watch:
         files = sorted(path.name for path in served.folder.iterdir() if not path.name.startswith("hookline-"))
         tally.expect(not files, f"{label}: I14: there are files {files}")
         tally.expect("Traceback" not in served.said, f"{label}: the log has a traceback: {served.said[-400:]}")
+
+    def _strangers(self) -> list[str]:
+        """Where processes of the server are connected to, beyond this machine."""
+        found = list[str]()
+        for process in self.served.processes():
+            with suppress(psutil.Error):  # it may have ended
+                remotes = [connection.raddr for connection in process.net_connections("inet") if connection.raddr]
+                found += [str(remote) for remote in remotes if remote.ip not in ("127.0.0.1", "::1")]
+        return found
 
     async def _resource_faults(self) -> list[str]:
         """I5; a connection that has just been closed may still be on its way out."""
@@ -299,3 +317,8 @@ class Watch:
 def _stable(text: str) -> str:
     """Metrics without those of HTTP itself, whose series come with the first call of their kind."""
     return "\n".join(line for line in text.splitlines() if "http_request" not in line) + "\n"
+
+
+def _used(usage: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer."""
+    return (0, 0) if usage is None else (usage["prompt_tokens"], usage["completion_tokens"])
