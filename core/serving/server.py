@@ -107,7 +107,8 @@ class _Server:
         self.lifecycle = Lifecycle()
         self.registry = PluginRegistry(config.engine.plugins)
         architecture = peek_architecture(model)
-        self.formats = None if architecture is None else Formats.find(config, self.registry, architecture)
+        if architecture is not None:
+            Formats.find(config, self.registry, architecture)  # tells a wrong name of a parser now; see `_prepare`
         self.metrics = Metrics(config.metrics_prefix, model_name=next(iter(config.served_model_names), ""))
         self.engine = AsyncEngine(config.engine, on_stage=self._take_stage, on_report=self._take_report)
         self.front = Front(config, self.engine, self.lifecycle, self.metrics, self.registry.plugins)
@@ -136,7 +137,7 @@ class _Server:
 
     def _prepare(self, facts: Facts, url: str) -> str:
         """The engine is ready: opens the routes that need it."""
-        formats = self.formats or Formats.find(self.config, self.registry, facts.architecture)
+        formats = Formats.find(self.config, self.registry, facts.architecture)
         self.front.served = ServedModel.build(
             self.config,
             facts,
