@@ -109,9 +109,10 @@ class RunningCall:
         most_values: that may wait to be taken, see `Limits.reader_values`, and those of a few steps in any case.
 
     Attributes:
-        unfinished: continuations that have not ended.
-        admitted: continuations that `Calls` has let in.
+        unfinished: continuations whose end has not been taken.
+        admitted: continuations that `Calls` has let in, and that the engine has not ended.
         end: ends the work of a call from outside.
+        free_place: tells `Calls` that the engine has ended one of them, whenever its client takes it.
     """
 
     def __init__(self, call: ValidatedCall, most_values: int) -> None:
@@ -119,6 +120,7 @@ class RunningCall:
         self.unfinished = sum(prompt.params.n for prompt in call.prompts)
         self.admitted = 0
         self.end: Callable[[Exception], None] = _nothing_to_end
+        self.free_place: Callable[[RunningCall], None] = _no_place_to_free
         of_step = sum(prompt.params.n * (2 + (prompt.params.logprobs or 0)) for prompt in call.prompts)
         self._most_values = max(most_values, _STEPS_BEHIND * of_step)
         self._values = 0  # that have come and have not been taken
@@ -176,6 +178,8 @@ class RunningCall:
 
     def _count_in(self, delta: OutputDelta) -> None:
         """What a stream's client does not take is kept up to a bound; of a whole answer nothing can be taken before."""
+        if delta.finish_reason is not None:
+            self.free_place(self)
         self._values += _values(delta)
         if self.call.stream and not self._is_awaited and self._values > self._most_values:
             self.end(ClientGone("the client takes too little"))
@@ -198,6 +202,10 @@ class RunningCall:
 
 def _nothing_to_end(cause: Exception) -> None:
     raise RuntimeError("the call is not at work") from cause
+
+
+def _no_place_to_free(running: RunningCall) -> None:
+    raise RuntimeError("the call has not been let in")
 
 
 def _values(delta: OutputDelta) -> int:
@@ -235,7 +243,7 @@ class Calls:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._clocks: set[CallClock] = set()
-        self._open = 0  # continuations in the engine
+        self._open = 0  # continuations in the engine; who reads slowly what it has done keeps nobody out
 
     def __len__(self) -> int:
         return len(self._clocks)
@@ -264,6 +272,11 @@ class Calls:
             )  # fmt: skip
         self._open += wanted
         running.admitted = wanted
+        running.free_place = self._free_places
+
+    def _free_places(self, running: RunningCall, count: int = 1) -> None:
+        self._open -= count
+        running.admitted -= count
 
     @asynccontextmanager
     async def work(self, running: RunningCall, receive: Receive) -> AsyncIterator[None]:
@@ -276,8 +289,7 @@ class Calls:
             finally:
                 running.abort()
                 self._clocks.discard(clock)
-                self._open -= running.admitted
-                running.admitted = 0
+                self._free_places(running, running.admitted)
 
 
 async def compile_grammars(call: ValidatedCall, grammars: GrammarCompiler) -> dict[GrammarSpec, bytes]:

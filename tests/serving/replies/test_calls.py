@@ -92,6 +92,30 @@ def test_beyond_the_queue_calls_are_refused_until_there_is_room(tokenizer: Token
     assert asyncio.run(run()) == [429, 200, 200]
 
 
+def test_who_does_not_take_what_the_engine_has_done_keeps_nobody_out(tokenizer: Tokenizer) -> None:
+    async def run() -> list[int]:
+        rig = Rig(tokenizer, limits=Limits(waiting=0, reader_seconds=60.0), max_running=2)
+        body, slow = BODY | {"n": 2}, BODY | {"n": 2, "stream": True}
+        async with rig.call("/v1/completions", slow) as first:
+            answer = await rig.engine.answer(0)
+            first.taking.clear()
+            refused = await rig.post("/v1/completions", BODY)
+            answer.feed(delta("Hello", "stop", index=0))
+            async with rig.call("/v1/completions", BODY) as second:  # in the place of the half that has ended
+                (await rig.engine.answer(1)).feed(delta("a", "stop"))
+                await second.done()
+            answer.feed(delta("Hello", "stop", index=1))
+            async with rig.call("/v1/completions", body) as third:
+                (await rig.engine.answer(2)).feed(delta("a", "stop"), delta("b", "stop", index=1))
+                await third.done()
+            first.leave()
+            await first.done()
+        assert rig.front.calls._open == 0
+        return [refused.status, second.status, third.status]
+
+    assert asyncio.run(run()) == [429, 200, 200]
+
+
 def test_a_call_that_could_never_be_let_in_is_told_so(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer, hello, limits=Limits(waiting=0), max_running=2)
     assert post(rig, BODY | {"n": 3}).status == 400
