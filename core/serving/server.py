@@ -124,6 +124,7 @@ class _Server:
             with stops.listening():
                 return await supervisor.run(stops, lambda facts: self._prepare(facts, url))
         finally:
+            stops.ignore()
             if self.front.served is not None:
                 await self.front.served.grammars.close()
 

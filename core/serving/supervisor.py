@@ -57,7 +57,7 @@ class Stops:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, the process's signals are taken here."""
+        """Within, the process's signals are taken here. Who lets the process end behind it calls `ignore`."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.take)
@@ -66,6 +66,12 @@ class Stops:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+    @staticmethod
+    def ignore() -> None:
+        """From now on signals find nothing left to end, and must not make the exit code their own."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 class HttpServer(uvicorn.Server):

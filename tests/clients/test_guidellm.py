@@ -29,7 +29,7 @@ def test_a_load_is_measured(tiny_server: Server, tiny_llama: Path, tmp_path: Pat
         "output": {"kind": "json", "path": str(tmp_path / "report.json")},
     }
     options = [word for name, value in settings.items() for word in (f"--{name}", json.dumps(value))]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", "guidellm", "run", *options, "--disable-console-interactive"],
         cwd=tmp_path,

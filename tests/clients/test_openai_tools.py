@@ -223,8 +223,14 @@ def test_a_schema_that_cannot_be_is_refused(tiny_server: Server, schema: dict[st
     assert word in caught.value.message
 
 
-def test_reasoning_has_fields_of_its_own(glm_server: Server) -> None:
-    answer = ask(glm_server, SUM, extra_body=THINK)
+@pytest.fixture(scope="module")
+def thoughtful(glm_server: Server) -> Any:
+    """The whole answer to a sum, with its reasoning."""
+    return ask(glm_server, SUM, extra_body=THINK)
+
+
+def test_reasoning_has_fields_of_its_own(glm_server: Server, thoughtful: Any) -> None:
+    answer = thoughtful
     (choice,) = answer.choices
     thought = choice.message.model_extra["reasoning"]
     assert thought == choice.message.model_extra["reasoning_content"]
@@ -233,22 +239,26 @@ def test_reasoning_has_fields_of_its_own(glm_server: Server) -> None:
     assert "think>" not in thought + choice.message.content
     assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
     said = {"role": "assistant", "content": choice.message.content, "reasoning": thought}
-    more = [*SUM, said, {"role": "user", "content": "What is 20 + 30?"}]
-    longer = ask(glm_server, more).usage.prompt_tokens
-    assert longer > ask(glm_server, [*SUM, said | {"reasoning": None}, more[-1]]).usage.prompt_tokens
-    assert longer == ask(glm_server, [*SUM, said | {"reasoning_content": thought}, more[-1]]).usage.prompt_tokens
+    more: Any = {"role": "user", "content": "What is 20 + 30?"}
+
+    def prompt_tokens(said: Any) -> int:
+        return int(ask(glm_server, [*SUM, said, more], max_tokens=1).usage.prompt_tokens)
+
+    longer = prompt_tokens(said)
+    assert longer > prompt_tokens(said | {"reasoning": None})
+    assert longer == prompt_tokens(said | {"reasoning_content": thought})
 
 
-def test_streamed_reasoning_is_the_whole_one(glm_server: Server) -> None:
-    message = ask(glm_server, SUM, extra_body=THINK).choices[0].message
+def test_streamed_reasoning_is_the_whole_one(glm_server: Server, thoughtful: Any) -> None:
+    message = thoughtful.choices[0].message
     deltas = [chunk.choices[0].delta for chunk in ask(glm_server, SUM, extra_body=THINK, stream=True)]
     for name in ("reasoning", "reasoning_content"):
         assert "".join((delta.model_extra or {}).get(name) or "" for delta in deltas) == message.model_extra[name]
     assert "".join(delta.content or "" for delta in deltas) == message.content
 
 
-def test_reasoning_can_be_left_out_or_in(glm_server: Server) -> None:
-    message = ask(glm_server, SUM, extra_body=THINK).choices[0].message
+def test_reasoning_can_be_left_out_or_in(glm_server: Server, thoughtful: Any) -> None:
+    message = thoughtful.choices[0].message
     without = ask(glm_server, SUM, extra_body=THINK | {"include_reasoning": False}).choices[0].message
     assert without.content == message.content
     assert not (without.model_extra or {}).get("reasoning")

@@ -15,19 +15,31 @@ from hookline.execution.speculative_runner import SpeculativeRunner
 from hookline.execution.unified_runner import UnifiedRunner
 from tests.execution.test_device_runner import EDITED, PARAMS, results, spy_on_launches
 
-MODEL = Path(__file__).parents[1] / "data" / "tiny-glm5.2-mtp"
+TRAINED = Path(__file__).parents[1] / "data" / "tiny-glm5.2-mtp"
 TEXT = "Once upon a time there was a fox who lived in a forest near the river, and every day he went to the market."
-PROMPTS = [TEXT[: 3 + 20 * n] for n in range(6)] + ["Tell me a short story.", "x"]
+PROMPTS = [TEXT[: 3 + 8 * n] for n in range(6)] + ["Tell me a short story.", "x"]
+# For a tokenizer whose tokens are of several letters.
+LONG_PROMPTS = [TEXT[: 3 + 20 * n] for n in range(6)] + PROMPTS[6:]
+
+Make = Callable[..., Engine]
 
 
-def engine(overlap: bool, drafts: int = 3, changes: dict[str, Any] | None = None, **options: Any) -> Engine:
-    switches = {name: options.pop(name) for name in ("max_chunk_tokens", "preempt_every") if name in options}
-    known = {"block_size": 8, "dtype": "float32", "device": "cpu", "max_model_len": 96, "kv_cache_memory": 2**22}
-    speculative = SpeculativeConfig(num_speculative_tokens=drafts, **changes or {}) if drafts else None
-    config = EngineConfig(str(MODEL), overlap=overlap, speculative=speculative, **(known | options))
-    made = Engine(config, **switches)
-    assert isinstance(made._runner, UnifiedRunner) == (overlap and bool(drafts))
-    return made
+@pytest.fixture(scope="module")
+def engine(half_right: Path) -> Make:
+    """Makes engines of a small model, or of `model`."""
+
+    def make(
+        overlap: bool, drafts: int = 3, changes: dict[str, Any] | None = None, model: Path = half_right, **options: Any
+    ) -> Engine:
+        switches = {name: options.pop(name) for name in ("max_chunk_tokens", "preempt_every") if name in options}
+        known = {"block_size": 8, "dtype": "float32", "device": "cpu", "max_model_len": 96, "kv_cache_memory": 2**22}
+        speculative = SpeculativeConfig(num_speculative_tokens=drafts, **changes or {}) if drafts else None
+        config = EngineConfig(str(model), overlap=overlap, speculative=speculative, **(known | options))
+        made = Engine(config, **switches)
+        assert isinstance(made._runner, UnifiedRunner) == (overlap and bool(drafts))
+        return made
+
+    return make
 
 
 def finish(run: Engine) -> None:
@@ -38,15 +50,16 @@ def finish(run: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> Callable[[Sequence[SamplingParams]], list[Any]]:
+def wanted(engine: Make) -> Callable[..., list[Any]]:
     """Results of plain steps without drafts."""
-    known: dict[int, list[Any]] = {}
+    known: dict[Any, list[Any]] = {}
 
-    def compute(kinds: Sequence[SamplingParams]) -> list[Any]:
-        if id(kinds) not in known:
-            with engine(False, 0) as plain:
-                known[id(kinds)] = results(plain.generate(PROMPTS, list(kinds)))
-        return known[id(kinds)]
+    def compute(kinds: Sequence[SamplingParams], prompts: Sequence[str] = PROMPTS, **options: Any) -> list[Any]:
+        key = (tuple(map(repr, kinds)), tuple(prompts), *options.values())
+        if key not in known:
+            with engine(False, 0, **options) as plain:
+                known[key] = results(plain.generate(prompts, list(kinds)))
+        return known[key]
 
     return compute
 
@@ -63,13 +76,13 @@ MIXED = PARAMS[:5] + EDITED
         ({"drafts": 5, "block_size": 4}, PARAMS),
         ({"max_batch_tokens": 11}, MIXED),
         ({"max_running": 3}, PARAMS),
-        ({"kv_cache_memory": 500_000}, MIXED),
+        ({"kv_cache_memory": 185_000}, MIXED),
         ({"preempt_every": 4}, PARAMS),
         ({"preempt_every": 3, "max_chunk_tokens": 5, "prefix_caching": False}, MIXED),
     ],
     ids=["plain", "edited", "one draft", "five", "small steps", "three at a time", "few blocks", "preempted", "chunks"],
 )
-def test_equals_plain_steps(options: dict[str, Any], kinds: list[SamplingParams], wanted: Any) -> None:
+def test_equals_plain_steps(options: dict[str, Any], kinds: list[SamplingParams], engine: Make, wanted: Any) -> None:
     with engine(True, **options) as run:
         launches = spy_on_launches(run)
         outputs = [run.generate(PROMPTS, kinds) for _ in range(2)]
@@ -81,7 +94,7 @@ def test_equals_plain_steps(options: dict[str, Any], kinds: list[SamplingParams]
 
 
 @pytest.mark.parametrize("changes", [{}, {"synthetic_acceptance_rate": 0.5}], ids=str)
-def test_steps_are_those_that_the_host_settles(changes: dict[str, Any]) -> None:
+def test_steps_are_those_that_the_host_settles(changes: dict[str, Any], engine: Make) -> None:
     """Accepted counts and drafts too, but for steps that end a request, whose last drafts nobody needs."""
     found = []
     for overlap in (False, True):
@@ -93,10 +106,9 @@ def test_steps_are_those_that_the_host_settles(changes: dict[str, Any]) -> None:
     assert sum(map(len, found[0])) > 20
 
 
-def test_a_request_that_comes_and_one_that_goes() -> None:
+def test_a_request_that_comes_and_one_that_goes(engine: Make, wanted: Any) -> None:
     long = SamplingParams(max_tokens=40, ignore_eos=True)
-    with engine(False, 0) as run:
-        want = results(run.generate(PROMPTS[3:5], long))
+    want = wanted([long] * 2, PROMPTS[3:5])
     with engine(True, max_running=3) as run:
         first = run.add_request(PROMPTS[3], long)
         gone, outputs, second = [run.add_request(PROMPTS[6], long)], {}, ""
@@ -117,10 +129,9 @@ def test_a_request_that_comes_and_one_that_goes() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"presence_penalty": 1.5, "logprobs": 2}], ids=str)
 @pytest.mark.parametrize("where", ["launch", "after launch", "collect", "between"])
-def test_an_interrupt_loses_nothing(where: str, options: dict[str, Any]) -> None:
+def test_an_interrupt_loses_nothing(where: str, options: dict[str, Any], engine: Make, wanted: Any) -> None:
     many, long = PROMPTS[:4], SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True, **options)
-    with engine(False, 0) as run:
-        want = results(run.generate(many, long))
+    want = wanted([long] * 4, many)
     with engine(True) as run:
         names = [run.add_request(prompt, long) for prompt in many]
         owner, verb = (run, "_launch") if where == "between" else (run._runner, where.removeprefix("after "))
@@ -148,11 +159,10 @@ def test_an_interrupt_loses_nothing(where: str, options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("where", ["before requests come in", "after the decision"])
-def test_an_interrupt_after_a_preemption_loses_nothing(where: str, drafts: int) -> None:
+def test_an_interrupt_after_a_preemption_loses_nothing(where: str, drafts: int, engine: Make, wanted: Any) -> None:
     """Nobody is told then that the request has lost its cache, and its slot must not pass for one that knows it."""
     many, long = PROMPTS[:3], SamplingParams(max_tokens=24, ignore_eos=True)
-    with engine(False, 0) as run:
-        want = results(run.generate(many, long))
+    want = wanted([long] * 3, many)
     for first in range(4):
         with engine(True, drafts, preempt_every=4, max_running=3) as run:
             scheduler, seen = run.scheduler, 0
@@ -189,7 +199,7 @@ def test_an_interrupt_after_a_preemption_loses_nothing(where: str, drafts: int) 
             assert not run._runner.batch._slots
 
 
-def test_lost_steps_end_their_own_requests() -> None:
+def test_lost_steps_end_their_own_requests(engine: Make) -> None:
     """Two times in a row, two steps each: two faults, which are not yet too many."""
     with engine(True, max_running=2) as run:
         collect, calls = run._runner.collect, 0
@@ -208,7 +218,7 @@ def test_lost_steps_end_their_own_requests() -> None:
         finish(run)
 
 
-def test_a_token_that_cannot_be_chosen_ends_its_own_request() -> None:
+def test_a_token_that_cannot_be_chosen_ends_its_own_request(engine: Make) -> None:
     """Logits of one request are no numbers from some place on; its neighbour's are."""
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with engine(True) as run:
@@ -219,7 +229,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request() -> None:
         def watched(batch: Any) -> torch.Tensor:
             # The second request is the longer one: it has more tokens in its context.
             lengths = batch.context_lens.repeat_interleave(batch.query_starts.diff().long())
-            rows[:] = [lengths > 36]
+            rows[:] = [lengths > 54]
             return forward(batch)
 
         def poisoned(hidden: torch.Tensor) -> torch.Tensor:
@@ -233,6 +243,9 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request() -> None:
         finish(run)
 
 
+RELAXED = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 4, "think_token_ids": (256, 257)}
+
+
 @pytest.mark.parametrize(
     ("changes", "overlap", "kind"),
     [
@@ -240,14 +253,14 @@ def test_a_token_that_cannot_be_chosen_ends_its_own_request() -> None:
         ({}, None, SpeculativeRunner),
         ({"method": "ngram"}, True, SpeculativeRunner),
         ({"draft_proposal": "sampled"}, True, SpeculativeRunner),
-        ({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 4}, True, SpeculativeRunner),
+        (RELAXED, True, SpeculativeRunner),
     ],
     ids=str,
 )
-def test_which_runner_serves(changes: dict[str, Any], overlap: bool | None, kind: type) -> None:
+def test_which_runner_serves(changes: dict[str, Any], overlap: bool | None, kind: type, half_right: Path) -> None:
     options = {"dtype": "float32", "device": "cpu", "max_model_len": 96, "kv_cache_memory": 2**22}
     speculative = SpeculativeConfig(num_speculative_tokens=2, **changes)
-    with Engine(EngineConfig(str(MODEL), overlap=overlap, speculative=speculative, **options)) as run:
+    with Engine(EngineConfig(str(half_right), overlap=overlap, speculative=speculative, **options)) as run:
         assert type(run._runner) is kind
 
 
@@ -255,9 +268,10 @@ def test_which_runner_serves(changes: dict[str, Any], overlap: bool | None, kind
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}, {"max_running": 3}, {"preempt_every": 4}], ids=str)
 @pytest.mark.parametrize("kinds", [PARAMS[:1] * 8, MIXED], ids=["greedy", "mixed"])
-def test_a_gpu_gives_the_same(options: dict[str, Any], kinds: list[SamplingParams], wanted: Any) -> None:
-    with engine(True, device="cuda", **options) as run:
+def test_a_gpu_gives_the_same(options: dict[str, Any], kinds: list[SamplingParams], engine: Make, wanted: Any) -> None:
+    """With a trained model, whose choices are far from ties."""
+    with engine(True, device="cuda", model=TRAINED, **options) as run:
         launches = spy_on_launches(run)
-        assert results(run.generate(PROMPTS, kinds)) == wanted(kinds)
+        assert results(run.generate(LONG_PROMPTS, kinds)) == wanted(kinds, LONG_PROMPTS, model=TRAINED)
         assert max(launches) == 1
         finish(run)

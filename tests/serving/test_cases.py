@@ -17,6 +17,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,19 @@ from hookline import Engine, EngineConfig
 from hookline.errors import HooklineError
 from tests.conftest import make_checkpoint
 from tests.serving.values import DEEP
+from tests.suites.invariants import SLOWEST
 from tests.suites.raw_client import Connection, Reply, Told, ask, stream
+from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import BLOCK, MAX_MODEL_LEN, TOKEN_BYTES, VOCAB, DrivenLoop, small_engine
-from tests.suites.served import Served, load, metric, metrics, serving, until_true
+from tests.suites.served import Served, Watch, load, metric, metrics, serving, until_true
 from tests.suites.value_fuzz import encode
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 USER = [{"role": "user", "content": "hi"}]
+# Seconds in which a request is refused. A busy machine may make one late, and one that is very busy all of these tries:
+# then it is the work that must be no more.
+SOON, TRIES = 0.05, 5
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +74,29 @@ async def steps(port: int) -> float:
     return metric(await metrics(port), "iteration_tokens_total_count")
 
 
+def processor_seconds(served: Served) -> float:
+    """Of all processes of the server so far, with those that have ended."""
+    front = psutil.Process(served.process.pid)
+    return sum(sum(process.cpu_times()[:4]) for process in [front, *front.children()])
+
+
 def refused(served: Served, path: str, body: dict[str, Any] | bytes, field: str | None = None) -> None:
-    """400 that names the field, the engine untouched, and the next request is served."""
+    """400, the engine untouched, and the next request is served; where a field is to be named, so it is, in no time."""
 
     async def main() -> None:
-        before = await steps(served.port)
-        reply = await ask(served.port, path, body if isinstance(body, bytes) else encode(body))
-        assert reply.status == 400, reply.body[:300]
-        assert field is None or (reply.json["error"]["param"] or "").partition(".")[0] == field, reply.body[:300]
+        before, took, worked = await steps(served.port), list[float](), processor_seconds(served)
+        data = body if isinstance(body, bytes) else encode(body)
+        while len(took) < TRIES and min(took, default=SOON) >= SOON:
+            began = time.monotonic()
+            reply = await ask(served.port, path, data)
+            took.append(time.monotonic() - began)
+            assert reply.status == 400, reply.body[:300]
+            if field is None:  # such as a schema, which another process has to look at
+                break
+            assert (reply.json["error"]["param"] or "").partition(".")[0] == field, reply.body[:300]
+        worked = (processor_seconds(served) - worked) / len(took)
+        is_soon = min(took) < SOON or (min(took) < SLOWEST and worked < SOON)
+        assert field is None or is_soon, f"refused in {took} s, with {worked} s of work"
         assert await steps(served.port) == before
         assert (await ask(served.port, "/readyz")).status == 200
         assert (await ask(served.port, COMPLETIONS, {"prompt": "next", "max_tokens": 1})).status == 200
@@ -137,8 +158,9 @@ def test_case_13_bias_of_what_is_no_token(served: Served, text: str, bias: Any) 
         return await neighbour, await ask(served.port, COMPLETIONS, {**GREEDY, "logit_bias": bias})
 
     told, reply = run(main())
-    assert reply.status == 400 and reply.json["error"]["param"].startswith("logit_bias")
+    assert reply.status == 400
     assert told.text() == text
+    refused(served, COMPLETIONS, {**GREEDY, "logit_bias": bias}, "logit_bias")
 
 
 def test_case_15_a_stop_token_beyond_the_vocabulary(served: Served) -> None:
@@ -189,21 +211,26 @@ def test_case_23_clients_with_the_same_id(served: Served, text: str) -> None:
 
 
 def test_case_25_many_streams_reset_at_the_third_token(served: Served) -> None:
-    async def main() -> None:
+    """The engine itself tells within how many steps their blocks are free (`watched_engine`)."""
+
+    async def main() -> SuiteReport:
         async def one() -> None:
             connection = Connection(served.port)
             await connection.open()
-            connection.send("POST", COMPLETIONS, {**GREEDY, "max_tokens": 30, "stream": True})
+            connection.send("POST", COMPLETIONS, {**GREEDY, "max_tokens": 200, "stream": True})
             await connection.follow(Told(), 3)
             connection.reset()
 
-        await asyncio.gather(*(one() for _ in range(64)))
-        before = await steps(served.port)
-        assert await until_true(lambda: rests(served.port), 2.0)
-        assert await steps(served.port) - before <= 20  # some were on their way when the metrics were read
-        assert metric(await metrics(served.port), "kv_cache_usage_perc") == 0
+        tally = Tally("case 25", Tier.T1, 0, 1, ["blocks released"])
+        watch = Watch(tally, served)
+        await watch.begin()
+        with tally.case("64 resets"):
+            await asyncio.gather(*(one() for _ in range(64)))
+            await watch.check("64 resets")
+        tally.event("blocks released", watch.released)
+        return tally.report()
 
-    run(main())
+    assert run(main()).faults == []
 
 
 SCHEMAS: dict[str, Any] = {

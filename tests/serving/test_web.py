@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+LAUNCH: dict[str, Any] = {"executable_path": CHROMIUM, "args": ["--no-sandbox", "--disable-gpu"]}
 SECONDS = 15
 MARKUP = '<img src=x onerror="document.title=1"><script>document.title=2</script> & "é😀"'
 
@@ -118,7 +119,7 @@ def address(fake: FakeServer) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        found = playwright.chromium.launch(**LAUNCH)
         yield found
         found.close()
 
@@ -129,15 +130,26 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
     context = browser.new_context()
     page = context.new_page()
     page.set_default_timeout(1000 * SECONDS)
-    asked, faults = list[str](), list[str]()
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
+    requests, faults = listen(page)
     page.goto(address)
     yield page
     context.close()
-    assert [url for url in asked if not url.startswith((address, "data:"))] == []
+    assert strangers(requests, address) == []
     assert faults == []
+
+
+def listen(page: Any) -> tuple[list[Any], list[str]]:
+    """All requests of a page of either API of Playwright, and its errors and breaches of its policy, as they come."""
+    requests, faults = list[Any](), list[str]()
+    page.on("request", lambda request: requests.append(request))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None)
+    return requests, faults
+
+
+def strangers(requests: list[Any], address: str) -> list[str]:
+    """What was asked of anyone but the server at `address`."""
+    return [request.url for request in requests if not request.url.startswith((address, "data:"))]
 
 
 def ask(page: Page, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -207,6 +208,44 @@ def odd_logits(engine: Engine, write: Callable[[torch.Tensor], None], *, after: 
         return logits
 
     with patch.object(model, "compute_logits", changed):
+        yield hit
+
+
+@contextmanager
+def spoiled_padding(engine: Engine, value: float) -> Iterator[list[int]]:
+    """Makes rows that nobody owns no numbers, from their embeddings on, in each step that runs on the device alone.
+
+    They are rows of padding and, in a step with drafts, those behind the drafts that count.
+
+    Yields:
+        how many rows of each call's logits [R, V] were no numbers.
+    """
+    step: Any = engine._runner.decode  # type: ignore[attr-defined]
+    module, nobody, hit = sys.modules[step.model.forward.__module__], list[torch.Tensor](), list[int]()
+    run, embedding, compute = step.run, module.embedding, step.model.compute_logits
+
+    def stepped(rows: torch.Tensor) -> Any:
+        # Row 1 is a token's position, or how many drafts count; either is -1 in padding.
+        nobody[:] = [(torch.arange(step.each) > rows[1][:, None]).flatten()]
+        try:
+            return run(rows)
+        finally:
+            nobody.clear()
+
+    def embedded(*arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = embedding(*arguments)
+        return found.masked_fill(nobody[0][:, None], value) if nobody else found
+
+    def computed(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = compute(hidden)
+        hit.append(int((~logits.isfinite()).any(dim=1).sum()))
+        return logits
+
+    with (
+        patch.object(step, "run", stepped),
+        patch.object(module, "embedding", embedded),
+        patch.object(step.model, "compute_logits", computed),
+    ):
         yield hit
 
 

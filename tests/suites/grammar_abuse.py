@@ -2,16 +2,24 @@
 
 Each one is a fork of that process, with limits of its own, which takes some 15 ms; at T2 two such processes work beside
 each other, on a processor each.
+
+Then two clients ask a server for them, beside streams of others. At T2 the time between the tokens of these is taken in
+windows beside hostile grammars and, by turns, beside sound ones, and the medians of the windows' means are compared:
+single windows tell of what else the machine does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import tokenizers
@@ -25,7 +33,11 @@ from hookline.serving.requests.grammars import GrammarCompiler
 from hookline.structured_output import CompiledGrammar, GrammarVocabulary
 from hookline.tokenizer import Tokenizer
 from tests.source_tree import ROOT
+from tests.suites.beside import several, watched
+from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
+from tests.suites.served import Watch
 
 _MODEL = ROOT / "tests" / "data" / "tiny-glm5.2-mtp"
 _VOCABULARY, _END = 8192, 8175
@@ -34,12 +46,24 @@ _LIMITS = Limits(grammar_seconds=1.0)
 # By the clock, of a processor that has other things to do.
 _SECONDS, _STEP_SECONDS = 8.0, 0.5
 _MOST_CHARACTERS = 500
+# Over HTTP: streams of others, the clients, their pauses and how long a window is, all in seconds, how often all of the
+# grammars come, and what one may take. The pool has room for all.
+_STREAMS, _CLIENTS, _PAUSE, _WINDOW = 8, 2, 0.1, 4.0
+_ROUNDS = 2
+_SERVER = {Tier.T1: ("--grammar-seconds", "0.5"), Tier.T2: ()}
+_ROOM = ("--kv-cache-memory", "2MiB")
+_STREAM: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+_SLOWER = 1.5
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
-    forced = ["compiled", "refused", "out of time", "out of memory", "generated and compiled", "generated and refused"]
-    tally = Tally("G1", tier, seed, len(_HOSTILE) + _GENERATED[tier], forced)
+    outcomes = ("compiled", "refused", "out of time", "out of memory")
+    forced = [*outcomes, "generated and compiled", "generated and refused"]
+    forced += [*(f"over HTTP: {outcome}" for outcome in outcomes), "over HTTP: streams of others"]
+    planned = len(_HOSTILE) + _GENERATED[tier] + len(_sent(tier))
+    tally = Tally("G1", tier, seed, planned, forced)
     asyncio.run(_run(tally, tier))
+    asyncio.run(_over_http(tally, tier))
     return tally.report()
 
 
@@ -156,6 +180,134 @@ def _doubling(depth: int) -> str:
     return _schema(**{"$ref": "#/$defs/d0", "$defs": defs})
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A grammar as a client sends it.
+
+    Attributes:
+        due: the statuses that it may get, beside 503 where the compiler has too much to do.
+    """
+
+    name: str
+    body: bytes
+    due: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Timed(Told):
+    """A stream that notes the seconds between its events."""
+
+    gaps: list[float] = field(default_factory=list)
+    last: float = 0.0
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if self.last:
+            self.gaps.append(now - self.last)
+        self.last = now
+        Told.take(self, event)  # `super()` does not know a class that was made anew for its slots
+
+
+async def _over_http(tally: Tally, tier: Tier) -> None:
+    with tiny_model() as model:
+        async with watched(tally, model, *_SERVER[tier], *_ROOM) as watch, _streams(tally, watch) as gaps:
+            if tier is Tier.T1:
+                await several(_CLIENTS, partial(_send, tally, watch), _sent(tier))
+            else:
+                await _compare(tally, watch, gaps, _sent(tier))
+
+
+@asynccontextmanager
+async def _streams(tally: Tally, watch: Watch) -> AsyncIterator[list[float]]:
+    """Streams of others that run on and on, each as it runs alone; the seconds between their tokens, as they come."""
+    port, gaps, over = watch.served.port, list[float](), asyncio.Event()
+    every = [{**_STREAM, "prompt": f"{number} little grammars, "} for number in range(_STREAMS)]
+    alone = [reply.text for reply in await asyncio.gather(*(ask(port, "/v1/completions", body) for body in every))]
+
+    async def run_on(body: Mapping[str, Any], due: str) -> None:
+        while not over.is_set():
+            told = _Timed(gaps=gaps)
+            async with Connection(port) as connection:
+                connection.send("POST", "/v1/completions", {**body, "stream": True})
+                await connection.follow(told)
+            whole = (told.text(), told.finish) == (due, {0: "length"})
+            tally.expect(whole, f"another's stream is {told}, alone {due!r}")
+            tally.event("over HTTP: streams of others")
+
+    tasks = [asyncio.create_task(run_on(body, due)) for body, due in zip(every, alone, strict=True)]
+    try:
+        yield gaps
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
+async def _send(tally: Tally, watch: Watch, sent: _Sent) -> None:
+    with tally.case(f"over HTTP: {sent.name}"):
+        reply = await ask(watch.served.port, "/v1/completions", sent.body)
+        watch.reply(f"over HTTP: {sent.name}", reply)
+        told = f"over HTTP: {sent.name}: {reply.status} in place of {sent.due}: {reply.body!r:.300}"
+        tally.expect(reply.status in (*sent.due, 503) and len(reply.body) < 4 * _MOST_CHARACTERS, told)
+        tally.event("over HTTP: compiled", reply.status == 200)
+        tally.event("over HTTP: refused", reply.status == 400)
+        tally.event("over HTTP: out of time", b"it takes more than" in reply.body)
+        tally.event("over HTTP: out of memory", b"memory" in reply.body)
+
+
+async def _compare(tally: Tally, watch: Watch, gaps: list[float], hostile: list[_Sent]) -> None:
+    """Windows beside sound and hostile grammars by turns, until all of the hostile ones have come."""
+    tally.random.shuffle(hostile)
+    sound = itertools.cycle([_Sent(name, _body(kind, source)[0], (200,)) for name, kind, source in _SOUND])
+    rest, means = iter(hostile), dict[bool, list[float]]({False: [], True: []})
+
+    async def send(sent: _Sent) -> None:
+        await _send(tally, watch, sent)
+        await asyncio.sleep(_PAUSE)
+
+    while (first := next(rest, None)) is not None:
+        for is_hostile, source in ((False, sound), (True, itertools.chain([first], rest))):
+            gaps.clear()
+            await several(_CLIENTS, send, _until(time.monotonic() + _WINDOW, source))
+            means[is_hostile].append(statistics.fmean(gaps))
+    beside, usual = (statistics.median(means[is_hostile]) for is_hostile in (True, False))
+    told = f"between tokens of others are {beside:.4f} s beside hostile grammars, and {usual:.4f} s beside sound ones"
+    tally.expect(beside < _SLOWER * usual, told)
+
+
+def _until(deadline: float, source: Iterator[_Sent]) -> Iterator[_Sent]:
+    while time.monotonic() < deadline and (sent := next(source, None)) is not None:
+        yield sent
+
+
+def _sent(tier: Tier) -> list[_Sent]:
+    """The hostile grammars in every way in which they can be sent, as often as they are; at T1 a few of them once."""
+    every = [
+        _Sent(name, body, (400,) if name in _REFUSED else (200,) if name in _TAKEN else (200, 400))
+        for name, kind, source in _HOSTILE
+        for body in _body(kind, source)
+    ]
+    if tier is Tier.T2:
+        return every * _ROUNDS
+    return [next(sent for sent in every if sent.name == name) for name in _FEW]
+
+
+def _body(kind: GrammarKind, source: str) -> list[bytes]:
+    """The bodies that a grammar can stand in: as JSON, which it may break, or as text."""
+    text = json.dumps(source)
+    fields = {
+        "json_schema": [
+            f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {source}}}}}',
+            f'"structured_outputs": {{"json": {text}}}',
+        ],
+        "regex": [f'"structured_outputs": {{"regex": {text}}}'],
+        "ebnf": [f'"structured_outputs": {{"grammar": {text}}}'],
+        "choice": [f'"structured_outputs": {{"choice": {source}}}'],
+        "structural_tag": [f'"response_format": {source}'],
+    }[kind]
+    return [f'{{"prompt": "Now: ", "max_tokens": 30, "seed": 1, {part}}}'.encode() for part in fields]
+
+
+_PATTERN = {"type": "string", "pattern": "^(a|b|c){9999}$"}
 _HOSTILE: list[tuple[str, GrammarKind, str]] = [
     ("nested 10,000 deep", "json_schema", _nested(10_000)),
     ("nested 200 deep", "json_schema", _nested(200)),
@@ -179,6 +331,8 @@ _HOSTILE: list[tuple[str, GrammarKind, str]] = [
     ("many properties", "json_schema", _schema(type="object", properties={f"p{i}": {} for i in range(2000)})),
     ("repeated pattern", "json_schema", _schema(type="string", pattern="(a{1,300}){1,300}")),
     ("a multiple", "json_schema", _schema(type="integer", multipleOf=99_991)),
+    ("patterns in a row", "json_schema", _schema(type="array", prefixItems=[_PATTERN] * 900)),
+    ("stars in a row", "ebnf", "root ::= " + '"a"* ' * 12_000),
     ("(a+)+b", "regex", "(a+)+b"),
     ("((a*)*)*b", "regex", "((a*)*)*b"),
     ("a{1,100000}", "regex", "a{1,100000}"),
@@ -211,9 +365,16 @@ _REFUSED = {
     *("from elsewhere", "doubling", "impossible bounds", "impossible number", "nothing", "no schema", "no number"),
     *("beyond numbers", "a huge number", ".{1,65535}", "a? many times", "parentheses", "a class that is open"),
     *("a huge count", "the empty text", "a look-ahead", "itself", "no root", "no choice", "an empty choice"),
-    *("half a character", "no tag"),
+    *("half a character", "no tag", "patterns in a row", "stars in a row"),
 }
 _TAKEN = {"(a+)+b", "a large enum", "many items", "ambiguous", "without an end"}
+# Over HTTP at T1: far beyond the time, far beyond the memory, refused, taken. And what is compiled in no time.
+_FEW = ("patterns in a row", "stars in a row", "a reference to itself", "nested 10,000 deep", "(a+)+b", "a large enum")
+_SOUND: list[tuple[str, GrammarKind, str]] = [
+    ("a sound choice", "choice", '["yes", "no"]'),
+    ("a sound pattern", "regex", "[a-z ]{20,30}"),
+    ("a sound schema", "json_schema", _schema(type="object", properties={"a": {"type": "integer"}})),
+]
 _KEYWORDS = (
     *("type", "type", "enum", "const", "properties", "items", "required", "anyOf", "oneOf", "allOf", "$ref"),
     *("not", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern", "format"),

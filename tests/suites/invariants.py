@@ -1,7 +1,8 @@
 """What must hold after every suite, whatever it did. Each function gives the faults that it finds, as texts.
 
-For an engine in this process: `idle_faults` (I1 to I4), `probe_faults` (I6), and I13, which `DrivenLoop.run` watches.
-For a server: `Resources` (I5), `serving_faults` (I7), `leak_faults` (I8), `status_faults` (I9), `metrics_faults` (I10).
+For an engine in this process: `idle_faults` (I1 to I4), `Probe` (I6), and I13, which `DrivenLoop.run` watches.
+For a server: `engine_faults` and `Census` in its engine process (I1 to I4), `Resources` (I5), `serving_faults` (I7),
+`leak_faults` (I8), `status_faults` (I9), `metrics_faults` (I10).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil  # type: ignore[import-untyped]
@@ -22,7 +23,9 @@ from hookline import Engine
 from hookline.execution.device_runner import DeviceRunner
 from hookline.execution.sampling_state import SamplingState
 from hookline.scheduling.request import Request
-from tests.suites.rig import DrivenLoop
+
+if TYPE_CHECKING:  # an engine process that is watched needs none of a rig
+    from tests.suites.rig import DrivenLoop
 
 # What shows that a text was made for us and not for a client. Paths have two parts at least.
 _LEAKS = re.compile(r"Traceback|File \"|0x[0-9a-f]{6,}|(?<![\w.:/~])/(?:[\w.-]+/)+[\w.-]+\.(?:py|so|json|safetensors)")
@@ -49,8 +52,18 @@ class Census:
 
 
 def idle_faults(loop: DrivenLoop) -> list[str]:
+    """`engine_faults` of an engine that is driven by hand, and whether its loop has forgotten all requests."""
+    faults = engine_faults(loop.engine)
+    if loop.open_numbers():
+        faults.append(f"I3: requests {sorted(loop.open_numbers())[:9]} never ended")
+    if loop._loop._ids or loop._loop._numbers:
+        faults.append(f"I3: the loop still knows {len(loop._loop._ids)} numbers")
+    return faults
+
+
+def engine_faults(engine: Engine) -> list[str]:
     """I1 to I4 of an engine that has nothing to do: blocks, owners, requests, slots."""
-    engine, faults = loop.engine, list[str]()
+    faults = list[str]()
     engine.settle()
     load = engine.load
     for name in ("running", "waiting", "used_blocks"):
@@ -62,10 +75,6 @@ def idle_faults(loop: DrivenLoop) -> list[str]:
         faults.append(f"I1, I2: {error}")
     if engine.scheduler.in_flight or engine._states or engine._outputs.request_ids() or engine._outputs.has_news:
         faults.append("I3: the engine still keeps steps, states or reports")
-    if loop.open_numbers():
-        faults.append(f"I3: requests {sorted(loop.open_numbers())[:9]} never ended")
-    if loop._loop._ids or loop._loop._numbers:
-        faults.append(f"I3: the loop still knows {len(loop._loop._ids)} numbers")
     return faults + slot_faults(engine)
 
 
@@ -89,6 +98,8 @@ class Probe:
     _LENGTH = 10
 
     def __init__(self, engine: Engine) -> None:
+        from tests.suites.rig import DrivenLoop
+
         self._number = -1
         self._expected = self._ask(DrivenLoop(engine))
 

@@ -1,4 +1,7 @@
-"""F5: every route there is, against every way of coming without a key; and how long a refusal takes tells nothing."""
+"""F5: every route there is, against every way of coming without a key; and how long a refusal takes tells nothing.
+
+The real application is asked alone, behind its guards, and within a whole server.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,12 @@ from hookline.serving.server_config import ServerConfig
 from hookline.serving.web import make_web_router
 from tests.serving.fakes import Rig, delta
 from tests.serving.wire import Answer, Wire, serving
+from tests.suites import served as real
+from tests.suites.invariants import leak_faults, status_faults
+from tests.suites.raw_client import Connection
+from tests.suites.raw_sockets import Outside
 from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
 
 KEY, OTHER = "sk-first-key-123", "sk-other-key-456"
 BEARER = f"Authorization: Bearer {KEY}"
@@ -50,76 +58,127 @@ ODD_PATHS: Mapping[str, Callable[[str], str]] = {
     "trailing slash": lambda path: path + "/",
     "parameter": lambda path: path + ";x",
 }
-_PAIRS, _TRIES = 3334, 3
+_PAIRS, _TRIES = {Tier.T1: 3334, Tier.T2: 10_000}, 3
 _SHUFFLES, _CHANCE = 200, 0.01
 _REFUSED = ("/v1/chat/completions", "/metrics", "/openapi.json", "/plugins")
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
     guarded, routes = make_guarded(config(api_keys=(KEY, OTHER)))
-    planned = len(routes) * (len(WITHOUT) + 2 * len(ODD_PATHS) + 1) + 1
-    tally = Tally("F5", tier, seed, planned, [*WITHOUT, *ODD_PATHS, *_REFUSED, "open routes", "with a key"])
-    bodies = asyncio.run(_ask_all(tally, guarded, routes))
-    tally.expect(len(bodies) == 1, f"refusals differ: {sorted(bodies)[:3]}")
-    tally.expect(not any(KEY.encode() in body for body in bodies), f"a refusal holds the key: {bodies}")
+    planned = 2 * len(routes) * (len(WITHOUT) + 2 * len(ODD_PATHS) + 1) + 4
+    events = [*WITHOUT, *ODD_PATHS, *_REFUSED, "open routes", "with a key"]
+    tally = Tally("F5", tier, seed, planned, [label + name for label in ("", "server: ") for name in events])
+    asyncio.run(_run_front(tally, guarded, routes))
+    asyncio.run(_run_server(tally, routes))
     with tally.case("the time of a refusal"):
         guards = Guards(Probe(), config(api_keys=(KEY, OTHER)))
-        chances = [_chance(tally.random, guards)]
+        chances = [_chance(tally.random, guards, _PAIRS[tier])]
         while chances[-1] <= _CHANCE and len(chances) < _TRIES:
-            chances.append(_chance(tally.random, guards))
+            chances.append(_chance(tally.random, guards, _PAIRS[tier]))
         tally.expect(chances[-1] > _CHANCE, f"a refusal's time tells how near the key is: {chances}")
     return tally.report()
 
 
-async def _ask_all(tally: Tally, guarded: ASGIApp, routes: list[tuple[str, str]]) -> set[bytes]:
-    """The bodies of the refusals."""
-    bodies = set[bytes]()
+async def _run_front(tally: Tally, guarded: ASGIApp, routes: list[tuple[str, str]]) -> None:
     async with serving(guarded) as wire:
+        await _Stranger(tally, wire, "").ask_all(routes)
+
+
+async def _run_server(tally: Tally, known: list[tuple[str, str]]) -> None:
+    keys = {"HOOKLINE_API_KEYS": f"{KEY},{OTHER}"}
+    with tiny_model() as model:
+        async with real.serving(model, environment=keys) as served:
+            watch = real.Watch(tally, served, KEY)
+            await watch.begin()
+            routes = sorted({*known, *await _documented(served.port)})
+            await _Stranger(tally, Outside(served.port), "server: ").ask_all(routes)
+            for key in (KEY, OTHER):
+                with tally.case("server: a completion with a key"):
+                    async with Connection(served.port, key) as connection:
+                        reply = await connection.call("POST", "/v1/completions", real.PROBE)
+                    tally.expect(reply.status == 200, f"server: with a key a completion gets {reply.status}")
+            with tally.case("server: after all"):
+                await watch.check("after those without a key")
+                tally.expect(KEY not in served.said and OTHER not in served.said, "a key is in the server's log")
+
+
+async def _documented(port: int) -> set[tuple[str, str]]:
+    """The routes in a server's own document."""
+    async with Connection(port, KEY) as connection:
+        paths = (await connection.call("GET", "/openapi.json")).json["paths"]
+    return {
+        (method.upper(), path.replace("{model_id}", "tiny")) for path, methods in paths.items() for method in methods
+    }
+
+
+class _Stranger:
+    """Comes without a key and, where one is due, with it.
+
+    Args:
+        label: before the names of its cases and events.
+    """
+
+    def __init__(self, tally: Tally, wire: Wire, label: str) -> None:
+        self._tally = tally
+        self._wire = wire
+        self._label = label
+        self._bodies = set[bytes]()  # of the refusals
+
+    async def ask_all(self, routes: list[tuple[str, str]]) -> None:
+        """Asks in all ways; all refusals must be the same."""
+        tally, label = self._tally, self._label
         for method, path in routes:
             for name, headers in WITHOUT.items():
-                with tally.case(f"{method} {path}, {name}"):
-                    answer = await ask(wire, method, path, *headers)
-                    bodies |= _judge(tally, answer, method, path, name)
+                with tally.case(f"{label}{method} {path}, {name}"):
+                    self._judge(await self._ask(method, path, *headers), method, path, name)
             for name, change in ODD_PATHS.items():
-                with tally.case(f"{method} {change(path)}"):
-                    await _ask_oddly(tally, wire, method, path, name)
-                with tally.case(f"{method} {change(path)} with a key"):
-                    answer = await ask(wire, method, change(path), BEARER)
+                with tally.case(f"{label}{method} {change(path)}"):
+                    await self._ask_oddly(method, change(path), name)
+                with tally.case(f"{label}{method} {change(path)} with a key"):
+                    answer = await self._ask(method, change(path), BEARER)
                     # A model's name may be anything, and what is encoded is what it stands for.
                     free = path.startswith("/v1/models/") or name == "encoded"
-                    tally.expect(free or answer.status in (404, 405), f"{method} {change(path)}: {answer.status}")
-            with tally.case(f"{method} {path} with a key"):
-                answer = await ask(wire, method, path, BEARER)
-                tally.expect(answer.status not in (401, 403), f"{method} {path} with a key: {answer.status}")
-                tally.event("with a key")
-    return bodies
+                    told = f"{label}{method} {change(path)} with a key: {answer.status}"
+                    tally.expect(free or answer.status in (404, 405), told)
+            with tally.case(f"{label}{method} {path} with a key"):
+                answer = await self._ask(method, path, BEARER)
+                tally.expect(answer.status not in (401, 403), f"{label}{method} {path} with a key: {answer.status}")
+                tally.event(f"{label}with a key")
+        tally.expect(len(self._bodies) == 1, f"{label}refusals differ: {sorted(self._bodies)[:3]}")
+
+    async def _ask(self, method: str, path: str, *headers: str) -> Answer:
+        answer = await ask(self._wire, method, path, *headers)
+        body = answer.body.decode("utf-8", "replace")
+        faults = leak_faults(body, answer.headers, (KEY, OTHER)) + status_faults(answer.status, answer.headers)
+        for fault in faults:
+            self._tally.fail(f"{self._label}{method} {path}: {fault}: {body[:200]}")
+        return answer
+
+    def _judge(self, answer: Answer, method: str, path: str, name: str) -> None:
+        told = f"{self._label}{method} {path}, {name}: {answer.status}"
+        tally = self._tally
+        tally.event(self._label + name)
+        if path.encode() in OPEN_PATHS:
+            tally.expect(answer.status == (400 if name == "odd host" else 200), told)
+            tally.event(f"{self._label}open routes")
+            return
+        tally.expect(answer.status == 401, told)
+        tally.expect(answer.headers.get("www-authenticate") == "Bearer", f"{told}: its headers are {answer.headers}")
+        self._bodies.add(answer.body)
+        if path in _REFUSED:
+            tally.event(self._label + path)
+
+    async def _ask_oddly(self, method: str, changed: str, name: str) -> None:
+        if changed.encode() not in OPEN_PATHS:
+            answer = await self._ask(method, changed)
+            told = f"{self._label}{method} {changed} without a key: {answer.status}"
+            self._tally.expect(answer.status == 401, told)
+            self._bodies.add(answer.body)
+            self._tally.event(self._label + name)
 
 
-def _judge(tally: Tally, answer: Answer, method: str, path: str, name: str) -> set[bytes]:
-    """Its body, where it is a refusal."""
-    label = f"{method} {path}, {name}: {answer.status}"
-    tally.event(name)
-    if path.encode() in OPEN_PATHS:
-        tally.expect(answer.status == (400 if name == "odd host" else 200), label)
-        tally.event("open routes")
-        return set()
-    tally.expect(answer.status == 401, label)
-    tally.expect(answer.headers.get("www-authenticate") == "Bearer", f"{label}: its headers are {answer.headers}")
-    if path in _REFUSED:
-        tally.event(path)
-    return {answer.body}
-
-
-async def _ask_oddly(tally: Tally, wire: Wire, method: str, path: str, name: str) -> None:
-    changed = ODD_PATHS[name](path)
-    if changed.encode() not in OPEN_PATHS:
-        answer = await ask(wire, method, changed)
-        tally.expect(answer.status == 401, f"{method} {changed} without a key: {answer.status}")
-        tally.event(name)
-
-
-def _chance(rng: random.Random, guards: Guards) -> float:
-    """A permutation test over pairs of a key whose last byte is wrong and one that is wrong in all.
+def _chance(rng: random.Random, guards: Guards, pairs: int) -> float:
+    """A permutation test over `pairs` of a key whose last byte is wrong and one that is wrong in all.
 
     By chance alone one in a hundred is as low as 0.01; what is no chance is so every time.
     """
@@ -127,7 +186,7 @@ def _chance(rng: random.Random, guards: Guards) -> float:
 
     async def differences() -> list[int]:
         found = []
-        for _ in range(_PAIRS):
+        for _ in range(pairs):
             times = dict[str, int]()
             for key in rng.sample([near, far], 2):
                 begin = time.perf_counter_ns()

@@ -19,6 +19,7 @@ from tests.suites.served import (
     START_SECONDS,
     UNREADY_SECONDS,
     Served,
+    Watch,
     launched,
     load,
     serving,
@@ -36,7 +37,9 @@ _AT_START = {
     Tier.T2: tuple((target, wait) for target in _TARGETS for wait in (0.0, 1.0)),
 }
 _ROUNDS = {Tier.T1: 1, Tier.T2: 4}
-_SERVED = {Tier.T1: 20, Tier.T2: 500}
+# Requests that each new server answers; the one after an engine that died in decode answers them all.
+_ALL = 500
+_SERVED = {Tier.T1: 20, Tier.T2: _ALL}
 _STREAMS = 16
 _EXIT_CODES = {"engine": {1}, "front": {-signal.SIGKILL}}
 
@@ -49,7 +52,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
         "streams cut off",
     ]
     planned = (len([case for case in cases if case[1] != "start"]) + len(_AT_START[tier])) * _ROUNDS[tier]
-    tally = Tally("K1", tier, seed, planned, [*forced, "served afterwards"])
+    tally = Tally("K1", tier, seed, planned, [*forced, "served afterwards", "new servers looked at"])
     asyncio.run(_run(tally, cases, tier))
     return tally.report()
 
@@ -65,31 +68,38 @@ async def _run(tally: Tally, cases: Sequence[tuple[str, str]], tier: Tier) -> No
 
 async def _one_after_the_other(tally: Tally, model: Path, cases: Sequence[tuple[str, str]], count: int) -> None:
     """Each server takes the port of the one before it, and first shows that it serves."""
-    port, due = 0, ""
+    port, due, after = 0, "", ("", "")
     for target, moment in cases:
         with tally.case(f"{target}, {moment}"):
             async with serving(model, port=port) as served:
                 port = served.port
                 due = due or (await ask(port, "/v1/completions", PROBE)).text
-                await _serves(tally, port, due, count)
+                await _serves(tally, served, due, _ALL if after == ("engine", "decode") else count)
+                after = target, moment
                 await kill(tally, served, target, moment)
     async with serving(model, port=port) as served:
-        await _serves(tally, port, due, count)
+        await _serves(tally, served, due, count)
         served.signal(signal.SIGTERM)
         tally.expect(await served.exit_code(ENDED_SECONDS) == 0, "the last server did not end with 0")
         for fault in await served.left_faults():
             tally.fail(f"a server that ended well: {fault}")
 
 
-async def _serves(tally: Tally, port: int, due: str, count: int) -> None:
-    """A server on the port of one that was killed answers, sixteen at a time."""
+async def _serves(tally: Tally, served: Served, due: str, count: int) -> None:
+    """A server on the port of one that was killed answers, sixteen at a time; one that answers all is looked at too."""
+    watch = Watch(tally, served) if count == _ALL else None
+    if watch is not None:
+        await watch.begin()
     for first in range(0, count, _STREAMS):
         replies = await asyncio.gather(
-            *(ask(port, "/v1/completions", PROBE) for _ in range(min(_STREAMS, count - first)))
+            *(ask(served.port, "/v1/completions", PROBE) for _ in range(min(_STREAMS, count - first)))
         )
         right = [reply.status == 200 and reply.text == due for reply in replies]
         tally.event("served afterwards", sum(right))
         tally.expect(all(right), f"{right.count(False)} of {len(right)} requests went wrong on a new server")
+    if watch is not None:
+        await watch.check("a new server")
+        tally.event("new servers looked at")
 
 
 async def _at_start(tally: Tally, model: Path, cases: Sequence[tuple[str, float]]) -> None:

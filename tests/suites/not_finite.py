@@ -1,4 +1,9 @@
-"""E1: numbers that are none, in logits and in the cache: who has them fails, and nobody else, then or later."""
+"""E1: numbers that are none, in logits and in the cache: who has them fails, and nobody else, then or later.
+
+Where they are nobody's, nobody fails: in free blocks, in the block that fills block tables up (none is reserved for
+that, so it has to be free), and in rows of padding. Of those there are some only where steps run on the device alone;
+the plain runner's and the n-gram one's have a row for each token, and no more.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ from functools import partial
 import torch
 
 from hookline import Engine
-from tests.suites.faults import odd_logits, spoil_blocks
+from hookline.execution.device_runner import DeviceRunner
+from tests.suites.faults import odd_logits, spoil_blocks, spoiled_padding
 from tests.suites.invariants import Probe, idle_faults
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import DrivenLoop, Served, engines, tiny_model
@@ -20,6 +26,12 @@ _REQUESTS = 16
 # Of the tiny GLM, whose steps take many times as long on a CPU: requests, and the share of its cases.
 _GLM_REQUESTS = 3
 _GLM_CASES = 3
+# Ways of running whose steps have rows of padding, and most requests of a case that spoils those: for so many there is
+# no step of that size, nor for those of the tiny GLM.
+_PADDED = ("overlapped", "tiny GLM")
+_PADDED_REQUESTS = 11
+# What block tables are filled up with.
+_FILLER = 0
 
 
 def _all_nan(row: int, logits: torch.Tensor) -> None:
@@ -45,7 +57,8 @@ def run(tier: Tier, seed: int) -> SuiteReport:
     with tiny_model() as model:
         makers = engines(model)
         forced = [f"failed rows, {way}" for way in makers] + [f"failed caches, {way}" for way in makers]
-        forced += ["blocks that went on to others", "spoiled free blocks"]
+        forced += [f"spoiled rows of padding, {way}" for way in _PADDED]
+        forced += ["blocks that went on to others", "spoiled free blocks", "a spoiled block that fills tables up"]
         tally = Tally("E1", tier, seed, _PLANNED[tier], forced)
         light = [way for way in makers if way != "tiny GLM"]
         left = _PLANNED[tier] - _GLM_CASES
@@ -60,18 +73,25 @@ def _one_way(tally: Tally, way: str, make: Callable[[], Engine], cases: int) -> 
     many = [[first, *(tally.random.randrange(256) for _ in range(8 + first % 11))] for first in range(1, requests + 1)]
     expected = _serve(DrivenLoop(make()), many)
     engine = make()
+    engine.pool._free.sort()  # so that the filler is given out last, and can be spoiled until then
     probe = Probe(engine)
+    kinds = ("cache", "logits", "padding") if isinstance(engine._runner, DeviceRunner) else ("cache", "logits")
     for case in range(cases):
         label = f"{way}, case {case}"
         with tally.case(label):
-            loop = DrivenLoop(engine)
-            if case % 2:
+            loop, kind = DrivenLoop(engine), kinds[case % len(kinds)]
+            value = math.inf if case // len(kinds) % 2 else math.nan
+            failed, due = set[int](), expected
+            if kind == "logits":
                 failed = _spoil_logits(tally, loop, many, label)
                 tally.event(f"failed rows, {way}", len(failed))
-            else:
-                failed = _spoil_cache(tally, loop, many, label, value=math.nan if case % 4 else math.inf)
+            elif kind == "cache":
+                failed = _spoil_cache(tally, loop, many, label, value)
                 tally.event(f"failed caches, {way}", len(failed))
-            _compare(tally, loop, expected, failed, label)
+            else:
+                due = expected[:_PADDED_REQUESTS]
+                tally.event(f"spoiled rows of padding, {way}", _spoil_padding(loop, many[: len(due)], value))
+            _compare(tally, loop, due, failed, label)
             # The spoiled blocks are the next to be given out, and the failed prompts come again themselves.
             again = DrivenLoop(engine)
             _serve(again, many[::-1])
@@ -109,10 +129,18 @@ def _spoil_cache(tally: Tally, loop: DrivenLoop, many: list[list[int]], label: s
     spoil_blocks(engine, victim.block_table[:1], value)
     spoil_blocks(engine, engine.pool._free, value)
     tally.event("spoiled free blocks", engine.pool.num_free)
+    tally.event("a spoiled block that fills tables up", _FILLER in engine.pool._free)
     loop.run()
     failed = _failed(loop)
     tally.expect(failed <= {own}, f"{label}: requests {failed} failed, not {own} alone")
     return failed
+
+
+def _spoil_padding(loop: DrivenLoop, many: list[list[int]], value: float) -> int:
+    """Rows that are nobody's, wherever there are some; how many of their logits were no numbers."""
+    with spoiled_padding(loop.engine, value) as hit:
+        _serve(loop, many)
+    return sum(hit)
 
 
 def _failed(loop: DrivenLoop) -> set[int]:

@@ -35,7 +35,6 @@ DUE: Mapping[str, tuple[int, int]] = MappingProxyType(
 _WHY: Mapping[tuple[str, int], str] = MappingProxyType(
     {
         ("K1", 2): "there are no worker ranks yet, which are three of its five targets",
-        ("K3", 1): "each deadline once: to start and end a server with 64 streams takes seconds of a processor",
     }
 )
 

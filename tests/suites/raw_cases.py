@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tests.serving.wire import HEAD, chunk
@@ -12,6 +14,19 @@ CHUNKED = POST + TE + b"chunked\r\n\r\n"
 FULL = POST + CL + b"7\r\n\r\n" + b'{"a":1}'
 GET = b"GET / HTTP/1.1\r\n" + HEAD + b"\r\n"
 BYE = b"GET / HTTP/1.1\r\n" + HEAD + b"Connection: close\r\n\r\n"
+# What stands in their place where a model is served.
+_SERVER_POST = b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Type: application/json\r\n"
+SERVER_CHUNKED = _SERVER_POST + TE + b"chunked\r\n\r\n"
+_BODY, _SERVER_BODY = b'{"a":1}', b'{"prompt":"a","max_tokens":1}'
+# Of a case, what is changed: the rest of a megabyte would be sent for nothing.
+MOST_BYTES = 2**16
+# Put between the bytes of a sound or unsound request.
+_PIECES = (
+    b"\0", b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b":", b": ", b"\xff", b"\xc3", b"%00", b"/../", b"//", b"?",
+    b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n", b"Content-Length: 99999999999\r\n", b"0\r\n\r\n",
+    b"Host: a\r\n", b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Upgrade: websocket\r\n", b"HTTP/1.0",
+    b"Content-Encoding: gzip\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"a" * 40_000, b"{", b'"', b"[[[[",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -20,6 +35,11 @@ class Case(NamedTuple):
     name: str
     parts: tuple[bytes | float, ...]
     status: int
+
+    @property
+    def whole(self) -> bytes:
+        """All that is sent."""
+        return b"".join(part for part in self.parts if isinstance(part, bytes))
 
 
 def _head(*lines: bytes, path: bytes = b"/") -> bytes:
@@ -120,3 +140,49 @@ CASES = [
     Case("HTTP/1.0", (b"GET / HTTP/1.0\r\n\r\n",), 200),
     Case("trailers", (CHUNKED + chunk(b'{"a":1}') + b"0\r\nAuthorization: x\r\n\r\n" + BYE,), 200),
 ]
+# Where a server differs from the small application: it wants a Host at any version, and JSON before it looks further.
+_SERVER_STATUSES = {"HTTP/1.0": 400, "not answered for": 415}
+
+
+def server_cases() -> list[Case]:
+    """The cases, for a server of a model: what has a sound body asks for a completion."""
+    return [
+        Case(
+            case.name,
+            tuple(_for_server(part) if isinstance(part, bytes) else part for part in case.parts),
+            _SERVER_STATUSES.get(case.name, case.status),
+        )
+        for case in CASES
+    ]
+
+
+def _for_server(sent: bytes) -> bytes:
+    found = sent.replace(POST, _SERVER_POST)
+    for form in (b"%d\r\n\r\n%b", b"%x\r\n%b"):  # with a length, and as a chunk
+        found = found.replace(form % (len(_BODY), _BODY), form % (len(_SERVER_BODY), _SERVER_BODY))
+    return found
+
+
+def mutations(rng: random.Random, cases: Sequence[Case], count: int) -> Iterator[bytes]:
+    """The cases' bytes, half of them of sound ones, each changed in up to four places."""
+    sound = [case.whole for case in cases if case.status == 200]
+    known = [case.whole[:MOST_BYTES] for case in cases if case.whole]
+    for _ in range(count):
+        sent = bytearray(rng.choice(rng.choice((sound, known))))
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randrange(min(len(sent), 200) + 1)  # a head is short; what lies behind it is all alike
+            end = place + rng.randint(1, 12)
+            match rng.randrange(6):
+                case 0:
+                    sent[place:place] = rng.choice(_PIECES)
+                case 1:
+                    sent[place:end] = b""
+                case 2:
+                    sent[place:place] = sent[place:end]
+                case 3:
+                    sent[place:end] = rng.choice(_PIECES)
+                case 4:
+                    sent[place:end] = rng.randbytes(end - place)
+                case 5:
+                    sent[place:] = rng.choice(known)[place:]
+        yield bytes(sent)

@@ -217,10 +217,10 @@ async def ask(port: int, path: str, body: object = None, key: str = "") -> Reply
         return await connection.call("GET" if body is None else "POST", path, body)
 
 
-async def stream(port: int, body: Mapping[str, Any], path: str = "/v1/completions") -> Told:
+async def stream(port: int, body: Mapping[str, Any], path: str = "/v1/completions", key: str = "") -> Told:
     """A stream on a connection of its own, read to its end."""
     told = Told()
-    connection = Connection(port)
+    connection = Connection(port, key)
     with suppress(ConnectionError):
         await connection.open()
         connection.send("POST", path, {**body, "stream": True})

@@ -1,5 +1,8 @@
 """F4: bytes on raw sockets. Whatever a stranger sends costs little, is answered, and hurts nobody.
 
+All of it goes to the front alone, and all cases with a share of the mutations to a whole server as well, beside two
+clients whose streams go on. There a client, or the server, may be late: a status may have become that of a deadline.
+
 At T2 the time that requests of others take is measured beside strangers who send mutated requests and, before each such
 window, beside as many who send sound ones at the same pace; server and clients share one event loop, so that any
 company costs time. The medians of the windows' slowest of 100 are compared: single windows tell of the machine.
@@ -9,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -24,198 +27,263 @@ from hookline.serving.intake import Intake
 from hookline.serving.limits import Limits
 from hookline.serving.replies.event_stream import DROP_CONNECTION
 from tests.serving.wire import PATIENCE, Answer, Wire, chunk, memory, serving
-from tests.suites.raw_cases import BYE, CASES, CHUNKED, Case
+from tests.suites import served as real
+from tests.suites import soak
+from tests.suites.raw_cases import BYE, CASES, CHUNKED, MOST_BYTES, SERVER_CHUNKED, Case, mutations, server_cases
+from tests.suites.raw_client import Reply, stream
 from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
 
 LIMITS = Limits(header_seconds=0.5, body_seconds=0.5, reader_seconds=0.5, body_bytes=2**20)
+# A whole server shares the machine with its engine, and gets more time.
+_SERVER_SECONDS = 1.0
+_SERVER_OPTIONS = (
+    *("--header-seconds", str(_SERVER_SECONDS), "--body-seconds", str(_SERVER_SECONDS)),
+    *("--max-body", str(LIMITS.body_bytes)),
+)
 # Windows in which others are timed, where that is judged, and how many of them ask one request after the other.
 _WINDOWS, _TIMED = 10, 4
 _MUTATED = {Tier.T1: 100, Tier.T2: 5_000}
+_SERVER_MUTATED = {Tier.T1: 60, Tier.T2: 500}
 _TOGETHER = 100
-# Until a mutated request must have been answered; a connection that then still waits for the next one gets its last.
-_WAIT = 1.5 * max(LIMITS.header_seconds, LIMITS.body_seconds)
-_OTHERS, _CUT = 50, 40
+# Of a deadline, until a mutated request must have been answered; a connection that then still waits for the next one
+# gets its last.
+_PATIENT = 1.5
+_OTHERS, _CUT, _SERVER_CUT, _STREAMS = 50, 40, 10, 2
 _PAUSE = 0.01  # between the requests of a client that is timed
 _MEMORY_BYTES = 50 * 10**6
-# Of a case, what is changed: the rest of a megabyte would be sent for nothing.
-_MOST_BYTES = 2**16
-_STATUSES = {100, 200, 400, 401, 404, 405, 408, 411, 413, 431}
+_STATUSES = {100, 200, 400, 401, 404, 405, 408, 411, 413, 415, 431}
+# Each of several cases, so that no single one that is late is missed.
+_SERVER_FORCED = (200, 400, 405, 408, 413, 431)
+# What a case may get in place of its own status where it, or the server, is late: closed, or told so.
+_LATE = (0, 408)
 _TELLING = (b"Traceback", b"0x", b".py", b"uvicorn")
-# Put between the bytes of a sound or unsound request.
-_PIECES = (
-    b"\0", b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b":", b": ", b"\xff", b"\xc3", b"%00", b"/../", b"//", b"?",
-    b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n", b"Content-Length: 99999999999\r\n", b"0\r\n\r\n",
-    b"Host: a\r\n", b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Upgrade: websocket\r\n", b"HTTP/1.0",
-    b"Content-Encoding: gzip\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"a" * 40_000, b"{", b'"', b"[[[[",
-)  # fmt: skip
+_STREAM: dict[str, Any] = {"prompt": "Meanwhile, ", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
     statuses = [str(status) for status in sorted({case.status for case in CASES} - {0})]
-    forced = [
-        *statuses,
-        "closed",
-        "mutated, served",
-        "mutated, refused",
-        "cut",
-        "others served",
-        "100 MB refused",
-    ]
-    tally = Tally("F4", tier, seed, len(CASES) + _CUT + 2 + _MUTATED[tier], forced)
-    asyncio.run(_run(tally, tier))
+    shared = ["mutated, served", "mutated, refused", "cut", "others served", "100 MB refused"]
+    forced = [*statuses, "closed", *shared]
+    forced += [f"server: {name}" for name in (*_SERVER_FORCED, *shared)]
+    planned = 2 * (len(CASES) + 2) + _CUT + _SERVER_CUT + _MUTATED[tier] + _SERVER_MUTATED[tier]
+    tally = Tally("F4", tier, seed, planned, forced)
+    asyncio.run(_run_front(tally, tier))
+    asyncio.run(_run_server(tally, tier))
     return tally.report()
 
 
-async def _run(tally: Tally, tier: Tier) -> None:
+class Outside(Wire):
+    """The way to a server of another process."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """To whom strangers send.
+
+    Attributes:
+        name: before the names of its cases and events.
+        chunked: a head that a body in chunks follows.
+        seconds: that a head or a body may take.
+        memory: bytes that it has.
+        watch: of a whole server.
+    """
+
+    tally: Tally
+    wire: Wire
+    name: str
+    chunked: bytes
+    seconds: float
+    memory: Callable[[], int]
+    watch: real.Watch | None = None
+
+    def event(self, name: str, times: int = 1) -> None:
+        self.tally.event(self.name + name, times)
+
+    def expect(self, holds: bool, what: str) -> None:
+        self.tally.expect(holds, self.name + what)
+
+
+async def _run_front(tally: Tally, tier: Tier) -> None:
     async with serving(App(), LIMITS, most_connections=500) as wire:
+        target = _Target(tally, wire, "", CHUNKED, LIMITS.header_seconds, memory)
         before = memory()
-        others = asyncio.gather(*(wire.get("/") for _ in range(_OTHERS)))
-        await asyncio.gather(*(_ask(tally, wire, case) for case in CASES))
-        await _await_others(tally, others)
-        for case in CASES[:_CUT]:  # cut anywhere, and gone
-            with tally.case(f"{case.name}, cut"):
-                whole = _whole(case)
-                _, writer = await asyncio.open_connection("127.0.0.1", wire.port)
-                writer.write(whole[: tally.random.randrange(len(whole))][:_MOST_BYTES])
-                writer.transport.abort()
-                tally.event("cut")
-        with tally.case("a body of 100 MB without length"):
-            await _flood(tally, wire)
-        made = _mutations(tally.random, _MUTATED[tier])
+        others = asyncio.gather(*(_ask_other(target) for _ in range(_OTHERS)))
+        await asyncio.gather(*(_ask(target, case) for case in CASES))
+        await others
+        await _cut(target, CASES[:_CUT])
+        await _flood(target)
+        made = mutations(tally.random, CASES, _MUTATED[tier])
         if tier is Tier.T1:
-            others = asyncio.gather(*(wire.get("/") for _ in range(_OTHERS)))
-            await asyncio.gather(*(_ask_mutated(tally, wire, made) for _ in range(_TOGETHER)))
-            await _await_others(tally, others)
+            others = asyncio.gather(*(_ask_other(target) for _ in range(_OTHERS)))
+            await asyncio.gather(*(_ask_mutated(target, made) for _ in range(_TOGETHER)))
+            await others
         else:
-            await _timed(tally, wire, made, _MUTATED[tier] // _WINDOWS)
+            await _timed(target, made, _MUTATED[tier] // _WINDOWS)
         with tally.case("after all"):
             async with asyncio.timeout(PATIENCE):
                 while wire.server.server_state.connections or wire.server.server_state.tasks:
                     await asyncio.sleep(0.01)
-            tally.expect((await wire.get("/")).status == 200, "after all, a sound request is not served")
-            grown = memory() - before
-            tally.expect(grown < _MEMORY_BYTES, f"memory has grown by {grown:,} bytes")
+            await _judge_end(target, before)
 
 
-async def _timed(tally: Tally, wire: Wire, made: Iterator[bytes], count: int) -> None:
+async def _run_server(tally: Tally, tier: Tier) -> None:
+    with tiny_model() as model:
+        async with real.serving(model, *_SERVER_OPTIONS) as served:
+            watch, pid = real.Watch(tally, served), served.process.pid
+            await watch.begin()
+            wire, cases = Outside(served.port), server_cases()
+            target = _Target(tally, wire, "server: ", SERVER_CHUNKED, _SERVER_SECONDS, lambda: soak.memory(pid), watch)
+            due, over = (await stream(served.port, _STREAM)).text(), asyncio.Event()
+            before = target.memory()
+            others = asyncio.gather(*(_stream_on(target, due, before, over) for _ in range(_STREAMS)))
+            made = mutations(tally.random, cases, _SERVER_MUTATED[tier])
+            works = [_ask(target, case) for case in cases]
+            await asyncio.gather(*works, *(_ask_mutated(target, made) for _ in range(_TOGETHER)))
+            await _cut(target, tally.random.sample(cases, _SERVER_CUT))
+            await _flood(target)
+            over.set()
+            await others
+            with tally.case("server: after all"):
+                await _judge_end(target, before)
+                await watch.check("after what strangers sent")
+
+
+async def _stream_on(target: _Target, due: str, before: int, over: asyncio.Event) -> None:
+    """A client who has one stream after the other; behind each the server's memory is looked at."""
+    while not over.is_set():
+        told = await stream(target.wire.port, _STREAM)
+        whole = told.done and told.text() == due
+        target.expect(whole, f"another client's stream is not {due!r}: {told}")
+        target.event("others served", whole)
+        _judge_memory(target, before)
+
+
+async def _judge_end(target: _Target, before: int) -> None:
+    target.expect((await target.wire.get("/")).status == 200, "after all, a sound request is not served")
+    _judge_memory(target, before)
+
+
+def _judge_memory(target: _Target, before: int) -> None:
+    grown = target.memory() - before
+    target.expect(grown < _MEMORY_BYTES, f"memory has grown by {grown:,} bytes")
+
+
+async def _timed(target: _Target, made: Iterator[bytes], count: int) -> None:
     """Windows of `count` requests of strangers, sound ones and mutated ones by turns."""
-    sound = [case for case in CASES if case.status == 200]
+    sound = [case.whole for case in CASES if case.status == 200]
     slowest: dict[bool, list[float]] = {True: [], False: []}
     while batch := list(itertools.islice(made, count)):
-        known = iter([_whole(tally.random.choice(sound)) for _ in batch])
+        known = iter(target.tally.random.choices(sound, k=len(batch)))
         for is_mutated, sent in ((False, known), (True, iter(batch))):
             ask = _ask_mutated if is_mutated else _ask_soundly
-            strangers = asyncio.gather(*(ask(tally, wire, sent) for _ in range(_TOGETHER)))
-            timed = await asyncio.gather(*(_time_other(tally, wire, strangers) for _ in range(_TIMED)))
+            strangers = asyncio.gather(*(ask(target, sent) for _ in range(_TOGETHER)))
+            timed = await asyncio.gather(*(_time_other(target, strangers) for _ in range(_TIMED)))
             await strangers
             slowest[is_mutated].append(statistics.quantiles(itertools.chain(*timed), n=100)[98])
     beside, usual = (statistics.median(slowest[is_mutated]) for is_mutated in (True, False))
     told = f"others' slowest of 100 took {beside:.3f} s beside mutated requests, and {usual:.3f} s beside sound ones"
-    tally.expect(beside < 2 * usual, told)
+    target.expect(beside < 2 * usual, told)
 
 
-async def _time_other(tally: Tally, wire: Wire, strangers: asyncio.Future[Any]) -> list[float]:
+async def _time_other(target: _Target, strangers: asyncio.Future[Any]) -> list[float]:
     """Seconds of another client's requests while strangers are there."""
     seconds = list[float]()
     while not strangers.done():
-        began = time.monotonic()
-        answer = await wire.get("/")
-        seconds.append(time.monotonic() - began)
-        tally.expect(answer.status == 200, f"another client gets {answer.status}")
-        tally.event("others served")
+        seconds.append(await _ask_other(target))
         await asyncio.sleep(_PAUSE)
     return seconds
 
 
-async def _ask_soundly(tally: Tally, wire: Wire, known: Iterator[bytes]) -> None:
+async def _ask_other(target: _Target) -> float:
+    """Another client's request; the seconds that it took."""
+    began = time.monotonic()
+    answer = await target.wire.get("/")
+    seconds = time.monotonic() - began
+    # Who stood still with the machine misses the deadline of a head.
+    late = not answer.raw and seconds >= target.seconds
+    target.expect(answer.status == 200 or late, f"another client gets {answer.status} after {seconds:.2f} s")
+    target.event("others served", answer.status == 200)
+    return seconds
+
+
+async def _ask_soundly(target: _Target, known: Iterator[bytes]) -> None:
     """At the pace of `_ask_mutated`."""
     for sent in known:
-        answer = await wire.exchange(sent, _WAIT, BYE)
-        tally.expect(200 in answer.statuses, f"a sound stranger gets {answer.statuses}")
+        answer = await target.wire.exchange(sent, _PATIENT * target.seconds, BYE)
+        target.expect(200 in answer.statuses or not answer.raw, f"a sound stranger gets {answer.statuses}")
 
 
-async def _await_others(tally: Tally, others: asyncio.Future[list[Answer]]) -> None:
-    statuses = [answer.status for answer in await others]
-    tally.event("others served", statuses.count(200))
-    tally.expect(set(statuses) == {200}, f"other clients get {statuses}")
-
-
-async def _ask(tally: Tally, wire: Wire, case: Case) -> None:
-    with tally.case(case.name):
-        answer = await wire.exchange(*case.parts)
+async def _ask(target: _Target, case: Case) -> None:
+    with target.tally.case(target.name + case.name):
+        answer = await target.wire.exchange(*case.parts)
         status = (answer.statuses or [0])[-1]
-        tally.expect(status == case.status, f"{case.name}: {answer.statuses} in place of {case.status}")
-        tally.event(str(status) if status else "closed")
-        if status not in (0, 200, 401):
-            _judge_refusal(tally, case.name, answer.last)
+        right = status == case.status or (target.watch is not None and status in _LATE)
+        target.expect(right, f"{case.name}: {answer.statuses} in place of {case.status}")
+        target.event(str(status) if status else "closed")
+        _judge(target, case.name, answer)
 
 
-async def _ask_mutated(tally: Tally, wire: Wire, made: Iterator[bytes]) -> None:
+async def _ask_mutated(target: _Target, made: Iterator[bytes]) -> None:
     """One after the other, until all clients together have sent all of them."""
     for sent in made:
         label = f"{sent!r:.400}"
-        with tally.case(label):
-            answer = await wire.exchange(sent, _WAIT, BYE)
+        with target.tally.case(target.name + label):
+            answer = await target.wire.exchange(sent, _PATIENT * target.seconds, BYE)
             statuses = answer.statuses
-            tally.expect(set(statuses) <= _STATUSES, f"{label}: {statuses}")
-            tally.expect(bool(statuses) or not answer.raw, f"{label}: {answer.raw[:200]!r}")
             kind = "served" if statuses[:1] == [200] else "refused" if statuses else "closed"
-            tally.event(f"mutated, {kind}")
-            if statuses and statuses[-1] not in (200, 401):
-                _judge_refusal(tally, label, answer.last)
+            target.event(f"mutated, {kind}")
+            _judge(target, label, answer)
 
 
-def _judge_refusal(tally: Tally, label: str, last: Answer) -> None:
-    ours = last.json["error"]["type"] == "invalid_request_error" and "x-content-type-options" in last.headers
-    tells = [word for word in _TELLING if word in last.raw]
-    tally.expect(ours and not tells, f"{label}: {last.raw[:300]!r}")
+def _judge(target: _Target, label: str, answer: Answer) -> None:
+    """Whatever was sent: one of the statuses, nothing else; a refusal is an error of ours that tells nothing."""
+    statuses = answer.statuses
+    target.expect(set(statuses) <= _STATUSES, f"{label}: {statuses}")
+    if not statuses:
+        target.expect(not answer.raw, f"{label}: {answer.raw[:200]!r}")
+        return
+    last = answer.last
+    if target.watch is not None:
+        target.watch.reply(target.name + label, Reply(last.status, last.headers, answer.raw))
+    if last.status not in (200, 401):
+        due = "not_found_error" if last.status == 404 else "invalid_request_error"
+        ours = last.json["error"]["type"] == due and "x-content-type-options" in last.headers
+        tells = [word for word in _TELLING if word in last.raw]
+        target.expect(ours and not tells, f"{label}: {last.raw[:300]!r}")
 
 
-async def _flood(tally: Tally, wire: Wire) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
-    writer.write(CHUNKED)
-    before, most, part = memory(), 0, chunk(b" " * 2**20)
-    line = asyncio.create_task(reader.readline())
-    for _ in range(100):
-        writer.write(part)
-        try:
-            await writer.drain()
-        except ConnectionError:
-            break
-        most = max(most, memory() - before)
-    found = await asyncio.wait_for(line, PATIENCE)
-    writer.transport.abort()
-    tally.event("100 MB refused", found.startswith(b"HTTP/1.1 413 "))
-    tally.expect(most < _MEMORY_BYTES, f"a body of 100 MB takes {most:,} bytes")
+async def _cut(target: _Target, cases: list[Case]) -> None:
+    """Clients that have gone, anywhere in what they send."""
+    for case in cases:
+        with target.tally.case(f"{target.name}{case.name}, cut"):
+            whole = case.whole
+            _, writer = await asyncio.open_connection("127.0.0.1", target.wire.port)
+            writer.write(whole[: target.tally.random.randrange(len(whole) or 1)][:MOST_BYTES])
+            writer.transport.abort()
+            target.event("cut")
 
 
-def _whole(case: Case) -> bytes:
-    return b"".join(part for part in case.parts if isinstance(part, bytes))
-
-
-def _mutations(rng: random.Random, count: int) -> Iterator[bytes]:
-    """The cases' bytes, half of them of sound ones, each changed in up to four places."""
-    sound = [_whole(case) for case in CASES if case.status == 200]
-    known = [_whole(case)[:_MOST_BYTES] for case in CASES if _whole(case)]
-    for _ in range(count):
-        sent = bytearray(rng.choice(rng.choice((sound, known))))
-        for _ in range(rng.randint(1, 4)):
-            place = rng.randrange(min(len(sent), 200) + 1)  # a head is short; what lies behind it is all alike
-            end = place + rng.randint(1, 12)
-            match rng.randrange(6):
-                case 0:
-                    sent[place:place] = rng.choice(_PIECES)
-                case 1:
-                    sent[place:end] = b""
-                case 2:
-                    sent[place:place] = sent[place:end]
-                case 3:
-                    sent[place:end] = rng.choice(_PIECES)
-                case 4:
-                    sent[place:end] = rng.randbytes(end - place)
-                case 5:
-                    sent[place:] = rng.choice(known)[place:]
-        yield bytes(sent)
+async def _flood(target: _Target) -> None:
+    with target.tally.case(f"{target.name}a body of 100 MB without length"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", target.wire.port)
+        writer.write(target.chunked)
+        before, most, part = target.memory(), 0, chunk(b" " * 2**20)
+        line = asyncio.create_task(reader.readline())
+        for _ in range(100):
+            writer.write(part)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+            most = max(most, target.memory() - before)
+        found = await asyncio.wait_for(line, PATIENCE)
+        writer.transport.abort()
+        target.event("100 MB refused", found.startswith(b"HTTP/1.1 413 "))
+        target.expect(most < _MEMORY_BYTES, f"a body of 100 MB takes {most:,} bytes")
 
 
 class App:

@@ -1,12 +1,17 @@
 """G2: an output that a schema holds to, and that ends, is JSON and fits the schema, whatever tokens are drawn.
 
-In place of a model, chance draws from the tokens that are allowed: the worst model there can be.
+In place of a model, chance draws from the tokens that are allowed: the worst model there can be. The last of them are
+drawn by a server, of the tiny model.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jsonschema_rs
@@ -15,7 +20,12 @@ import tokenizers
 from hookline.grammar import GrammarSpec
 from hookline.structured_output import GrammarMatcher, GrammarVocabulary, compile_grammar
 from hookline.tokenizer import Tokenizer
+from tests.suites.beside import several, watched
+from tests.suites.raw_client import stream
 from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
+from tests.suites.served import Watch
+from tests.suites.tokens import byte_tokenizer
 from tests.test_structured_output import END, MODEL, WIDTH, allowed
 
 _PLANNED = {Tier.T1: 600, Tier.T2: 5_000}
@@ -23,11 +33,19 @@ _WALKS = 2  # through each schema
 _MOST_TOKENS = 150
 # Of the walks, those that end.
 _FINISHED = 0.6
+# Over HTTP: cases, how many at a time, and the most tokens of an answer, of which the few are to cut it.
+_SERVED = {Tier.T1: 12, Tier.T2: 300}
+_TOGETHER = 6
+_FEW = 3
+_ASKED = "Say it in JSON: "
+# The byte with which half of a surrogate pair begins: see `_walk`.
+_SURROGATE = b"\xed"
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
     kinds = ("object", "array", "string", "integer", "number", "anyOf", "$ref", "enum")
-    tally = Tally("G2", tier, seed, _PLANNED[tier], ["finished", "cut by length", *kinds])
+    forced = ["finished", "cut by length", *kinds, *(f"over HTTP: {reason}" for reason in ("stop", "length"))]
+    tally = Tally("G2", tier, seed, _PLANNED[tier] + _SERVED[tier], forced)
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     vocabulary = GrammarVocabulary(tokenizer, WIDTH, [END])
     ends = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in ('"', "}", "]", "0", ",", ":")]
@@ -47,6 +65,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
                     tally.expect(jsonschema_rs.is_valid(schema, json.loads(text)), f"{source} does not allow {text!r}")
     finished = tally.events["finished"]
     tally.expect(finished > _FINISHED * tally.cases, f"only {finished} of {tally.cases} came to their end")
+    asyncio.run(_over_http(tally, tier))
     return tally.report()
 
 
@@ -154,3 +173,53 @@ def _walk(matcher: GrammarMatcher, rng: random.Random, whole: set[int], ends: li
         if len(output) > _MOST_TOKENS:
             return None
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An answer that is asked for over HTTP."""
+
+    schema: dict[str, Any]
+    seed: int
+    most_tokens: int
+    is_chat: bool
+
+
+async def _over_http(tally: Tally, tier: Tier) -> None:
+    rng = tally.random
+    every = [
+        _Asked(_Schemas(rng).make(), rng.randrange(2**31), _MOST_TOKENS if number % 4 else _FEW, number % 2 > 0)
+        for number in range(_SERVED[tier])
+    ]
+    tokenizer = byte_tokenizer()
+    never = [token_id for token_id in range(256) if tokenizer.token_bytes(token_id) == _SURROGATE]
+    with tiny_model() as model:
+        async with watched(tally, model) as watch:
+            await several(_TOGETHER, partial(_answer, tally, watch, dict.fromkeys(map(str, never), -100)), every)
+
+
+def _finite(text: str) -> float:
+    """A number that JSON can write may be more than a float can hold: `9e999` is a number to a schema all the same."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+async def _answer(tally: Tally, watch: Watch, bias: dict[str, int], asked: _Asked) -> None:
+    """One answer, which is whole and fits, or has as many tokens as it may."""
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": asked.schema}}
+    body: dict[str, Any] = {"temperature": 1, "seed": asked.seed, "max_tokens": asked.most_tokens}
+    body |= {"response_format": form, "logit_bias": bias, "stream_options": {"include_usage": True}}
+    messages = [{"role": "user", "content": _ASKED}]
+    body |= {"messages": messages} if asked.is_chat else {"prompt": _ASKED}
+    with tally.case(f"over HTTP: {asked}"):
+        path = "/v1/chat/completions" if asked.is_chat else "/v1/completions"
+        told = await stream(watch.served.port, body, path)
+        watch.reply(f"over HTTP: {asked}", told)
+        reason, text = told.finish.get(0), told.text()
+        if reason == "stop":
+            fits = jsonschema_rs.is_valid(asked.schema, json.loads(text, parse_float=_finite))
+            tally.expect(fits, f"over HTTP: {asked} does not allow {text!r}")
+        else:
+            made = (told.usage or {}).get("completion_tokens")
+            cut = reason == "length" and made == asked.most_tokens
+            tally.expect(cut, f"over HTTP: {asked} ends with {reason} after {made} tokens: {told.error or told.broken}")
+        tally.event(f"over HTTP: {reason}")

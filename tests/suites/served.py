@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +24,7 @@ from tests.suites.invariants import Resources, leak_faults, metrics_faults, stat
 from tests.suites.raw_client import Reply, Told, ask, stream
 from tests.suites.report import Tally
 from tests.suites.rig import BLOCK, BLOCKS, MAX_MODEL_LEN, TOKEN_BYTES
+from tests.suites.watched_front import LOOKS
 
 START_SECONDS = 120.0
 # By rule 4.2 of the plan (Q7): after the loss of a process.
@@ -32,7 +34,9 @@ _LOOK_AGAIN, _SCAN_AGAIN = 0.02, 0.1
 # Threads that asyncio makes for large bodies when they come, and keeps.
 _POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 _READY = re.compile(r"^Serving on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
-_COMMAND = (sys.executable, "-c", "from hookline.cli.main import main; main()", "serve")
+_COMMAND = (sys.executable, "-m", "tests.suites.watched_front", "serve")
+# Seconds until a process has looked at itself; the engine does when nothing runs, and wakes once a second.
+_LOOK_SECONDS = 5.0
 SMALL = (
     *("--device", "cpu", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
     *("--block-size", str(BLOCK), "--kv-cache-memory", str(BLOCKS * BLOCK * TOKEN_BYTES)),
@@ -48,12 +52,14 @@ class Served:
     Attributes:
         process: the HTTP process; the engine process is its child.
         folder: its temporary files; also the mark by which its processes are found.
+        looks: the folder where its processes put what they see of themselves.
         log: its stderr.
         port: 0 until it says that it serves.
     """
 
     process: subprocess.Popen[bytes]
     folder: Path
+    looks: Path
     log: Path
     port: int = 0
 
@@ -82,7 +88,7 @@ class Served:
         """The engine process, if there is one."""
         for process in self.processes():
             with suppress(psutil.Error):
-                if "hookline.serving.process.engine_process" in process.cmdline():
+                if "tests.suites.watched_engine" in process.cmdline():
                     return process
         return None
 
@@ -152,9 +158,11 @@ async def launched(
         environment: what it finds there beside our own.
     """
     with tempfile.TemporaryDirectory(prefix="suite-") as parent:
-        folder = Path(parent) / temporary
+        folder, looks = Path(parent) / temporary, Path(parent) / "looks"
         folder.mkdir()
+        looks.mkdir()
         own = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOOKLINE_OFFLINE": "1"}
+        own[LOOKS] = str(looks)
         with (Path(parent) / "stderr").open("wb") as log:
             process = subprocess.Popen(
                 [*_COMMAND, str(model), "--port", str(port), *SMALL, *options],
@@ -163,7 +171,7 @@ async def launched(
                 stdout=log,
                 stderr=log,
             )
-        served = Served(process, folder, Path(log.name), port)
+        served = Served(process, folder, looks, Path(log.name), port)
         try:
             yield served
         finally:
@@ -171,28 +179,30 @@ async def launched(
 
 
 @asynccontextmanager
-async def serving(model: str | Path, *options: str, port: int = 0) -> AsyncIterator[Served]:
+async def serving(
+    model: str | Path, *options: str, port: int = 0, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Served]:
     """A server that is ready.
 
     Raises:
         RuntimeError: if it does not become so.
     """
-    async with launched(model, *options, port=port) as served:
+    async with launched(model, *options, port=port, environment=environment) as served:
         await until(lambda: bool(served.find_port()) or served.process.poll() is not None, START_SECONDS)
         if not served.find_port():
             raise RuntimeError(f"the server does not start: {served.said}")
         yield served
 
 
-async def load(port: int) -> dict[str, int]:
+async def load(port: int, key: str = "") -> dict[str, int]:
     """What the engine has to do."""
-    found: dict[str, int] = (await ask(port, "/load")).json
+    found: dict[str, int] = (await ask(port, "/load", key=key)).json
     return found
 
 
-async def metrics(port: int) -> str:
+async def metrics(port: int, key: str = "") -> str:
     """In Prometheus' text format."""
-    return (await ask(port, "/metrics")).body.decode()
+    return (await ask(port, "/metrics", key=key)).body.decode()
 
 
 def metric(text: str, name: str, **labels: str) -> float:
@@ -213,32 +223,42 @@ def metric(text: str, name: str, **labels: str) -> float:
 class Watch:
     """The invariants of a server, as of its warm-up.
 
+    Args:
+        key: what the server asks for.
+
     Attributes:
         tally: learns of every fault.
+        released: requests that were aborted while they held blocks, all of which were free two steps later.
     """
 
-    def __init__(self, tally: Tally, served: Served) -> None:
+    def __init__(self, tally: Tally, served: Served, key: str = "") -> None:
         self.tally = tally
         self.served = served
+        self._key = key
+        self.released = 0
         self._probe = ""
         self._used = (0, 0)  # tokens of the probe's prompt and answer
         self._before = ""
         self._resources: dict[int, Resources] = {}
         self._processes = 0
+        self._held: dict[str, dict[str, int]] = {}
 
     async def begin(self) -> None:
         """Notes what is to stay as it is, after some work that makes what is made once."""
         port = self.served.port
         grammar = {"structured_outputs": {"choice": ["a", "b"]}}
-        await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}) for _ in range(16)))
-        found = await ask(port, "/v1/completions", PROBE)
+        await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}, key=self._key) for _ in range(16)))
+        found = await ask(port, "/v1/completions", PROBE, self._key)
         self._probe, self._used = found.text, _used(found.json["usage"])
         self.tally.expect(self._used[1] == PROBE["max_tokens"], f"I12: the probe made {self._used} tokens")
         await self.idle(10.0)
-        self._before = await metrics(port)
+        self._before = await metrics(port, self._key)
         self._processes = len(self.served.processes())
         held = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
         self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in held.items()}
+        self._ask_for_looks("front", "engine")
+        await self._look("engine")  # what the warm-up left does not count
+        self._held = await self._look("front")
 
     def reply(self, label: str, reply: Reply | Told) -> None:
         """I8 and I9 of one reply."""
@@ -251,21 +271,22 @@ class Watch:
         port = self.served.port
 
         async def rests() -> bool:
-            return not any((await load(port)).values())
+            return not any((await load(port, self._key)).values())
 
         return await until_true(rests, seconds)
 
     async def check(self, label: str) -> None:
-        """All that can be seen from outside: I1, I3, I5, I6, I7, I10, I11, I12, I14; of I13, that a probe is served."""
+        """I1 to I7 and I10 to I14; I8 and I9 are those of each reply."""
         tally, served, port = self.tally, self.served, self.served.port
-        tally.expect(await self.idle(), f"{label}: I1, I3: at rest the load is {await load(port)}")
+        tally.expect(await self.idle(), f"{label}: I1, I3: at rest the load is {await load(port, self._key)}")
+        self._ask_for_looks("engine")  # which looks when it rests behind the probes that follow
         began = time.monotonic()
-        found = await ask(port, "/v1/completions", PROBE)
+        found = await ask(port, "/v1/completions", PROBE, self._key)
         seconds = time.monotonic() - began
         sound = found.status == 200 and found.text == self._probe
         tally.expect(sound, f"{label}: I6: the probe gives {found.body!r:.200}, not {self._probe!r}")
         tally.expect(seconds < 2.0, f"{label}: I7: a normal request took {seconds:.1f} s")
-        told = await stream(port, {**PROBE, "stream_options": {"include_usage": True}})
+        told = await stream(port, {**PROBE, "stream_options": {"include_usage": True}}, key=self._key)
         tally.expect(sound and told.text() == found.text, f"{label}: I11: streamed, the probe gives {told.text()!r}")
         for given in (found.json.get("usage") if sound else None, told.usage):
             tally.expect(_used(given) == self._used, f"{label}: I12: the usage is {given}, not {self._used}")
@@ -274,7 +295,8 @@ class Watch:
         ready = await ask(port, "/readyz")
         tally.expect(ready.status == 200, f"{label}: I7: ready is {ready.status}: {ready.body!r:.200}")
         await self.idle()
-        now = await metrics(port)
+        tally.expect(await until_true(self._all_ended, 2.0), f"{label}: I3: not every request that came has ended")
+        now = await metrics(port, self._key)
         tally.expect(metric(now, "kv_cache_usage_perc") == 0, f"{label}: I1: the cache is in use at rest")
         names = ("hookline:num_requests_running", "hookline:num_requests_waiting")
         for fault in metrics_faults(_stable(self._before), _stable(now), ledger=0, load=names):
@@ -287,6 +309,42 @@ class Watch:
         files = sorted(path.name for path in served.folder.iterdir() if not path.name.startswith("hookline-"))
         tally.expect(not files, f"{label}: I14: there are files {files}")
         tally.expect("Traceback" not in served.said, f"{label}: the log has a traceback: {served.said[-400:]}")
+        await self._check_inside(label)
+
+    async def _all_ended(self) -> bool:
+        now = await metrics(self.served.port, self._key)
+        return metric(now, "request_received_total") == metric(now, "request_success_total")
+
+    def _ask_for_looks(self, *names: str) -> None:
+        """Has processes look at themselves."""
+        for name, process in zip(("front", "engine"), self.served.lasting(), strict=False):
+            if name in names:
+                (self.served.looks / f"{name}.json").unlink(missing_ok=True)
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGUSR1)
+
+    async def _look(self, name: str) -> dict[str, Any]:
+        """What a process has seen of itself.
+
+        Raises:
+            RuntimeError: if it has not looked.
+        """
+        path = self.served.looks / f"{name}.json"
+        if not await until(path.exists, _LOOK_SECONDS):
+            raise RuntimeError(f"the {name} process has not looked at itself")
+        found: dict[str, Any] = orjson.loads(path.read_bytes())
+        return found
+
+    async def _check_inside(self, label: str) -> None:
+        """What the processes see of themselves: I1 to I4 and I13 of the engine, I3 and I5 of the front."""
+        engine = await self._look("engine")
+        self.released += engine["released"]
+        for fault in engine["faults"]:
+            self.tally.fail(f"{label}: {fault}")
+        self._ask_for_looks("front")
+        for kind, held in (await self._look("front")).items():
+            more = {name: count for name, count in held.items() if count > self._held[kind].get(name, 0)}
+            self.tally.expect(not more, f"{label}: I3, I5: {kind} were {self._held[kind]} and are more: {more}")
 
     def _strangers(self) -> list[str]:
         """Where processes of the server are connected to, beyond this machine."""

@@ -1,17 +1,28 @@
-"""X2: stop strings against an oracle on the full text, whatever pieces the text and the tokens come in."""
+"""X2: stop strings against an oracle on the full text, whatever pieces the text and the tokens come in.
+
+The last of them go over HTTP, streamed and not, against the text that the same request gives without them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from hookline.output_processor import OutputProcessor
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import StopStringMatcher, TokenLogprob
 from hookline.scheduling.request import FinishReason, Request, RequestStatus
 from hookline.tokenizer import Tokenizer
+from tests.suites.beside import several, watched
+from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
+from tests.suites.rig import tiny_model
+from tests.suites.served import Watch
 from tests.suites.tokens import byte_tokenizer
 
 _PLANNED = {Tier.T1: 5_000, Tier.T2: 500_000}
@@ -19,6 +30,10 @@ _PLANNED = {Tier.T1: 5_000, Tier.T2: 500_000}
 _ALPHABETS = ("ab", "abc", "aä😀", "\U0001f468\u200d\U0001f469x", "é\u0301e ")
 # Of these cases, how many cross the output processor as tokens.
 _TOKENS_EVERY = 2
+# Over HTTP: all cases, those of one text, and texts at a time.
+_SERVED = {Tier.T1: 30, Tier.T2: 1_000}
+_OF_ONE, _TOGETHER = 5, 6
+_BROKEN = "\ufffd"
 
 
 def oracle(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
@@ -31,8 +46,9 @@ def oracle(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
-    forced = ("matches", "no matches", "matches over a cut", "stops inside a character's bytes", "tokens taken away")
-    tally = Tally("X2", tier, seed, _PLANNED[tier], forced)
+    forced = ["matches", "no matches", "matches over a cut", "stops inside a character's bytes", "tokens taken away"]
+    forced += [f"over HTTP: {kind}" for kind in ("matches", "no matches", "characters of several tokens", "told too")]
+    tally = Tally("X2", tier, seed, _PLANNED[tier] + _SERVED[tier], forced)
     tokenizer = byte_tokenizer()
     for number in range(_PLANNED[tier]):
         rng = random.Random(tally.random.random())
@@ -44,6 +60,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
                 _by_text(tally, rng, text, stops)
             else:
                 _by_tokens(tally, rng, tokenizer, text, stops)
+    asyncio.run(_over_http(tally, tier, tokenizer))
     return tally.report()
 
 
@@ -127,3 +144,75 @@ def _completing(ids: list[int], tokenizer: Tokenizer, text: str) -> int:
 def _borders(text: str) -> set[int]:
     """Places, in bytes, between two characters."""
     return {len(text[:end].encode()) for end in range(len(text) + 1)}
+
+
+@dataclass(slots=True)
+class _Told(Told):
+    """A stream, and the stop string that it tells of."""
+
+    stop_reason: str | int | None = None
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        Told.take(self, event)  # `super()` does not know a class that was made anew for its slots
+        for choice in event.get("choices", ()):
+            self.stop_reason = choice["stop_reason"] if choice["finish_reason"] is not None else self.stop_reason
+
+
+async def _over_http(tally: Tally, tier: Tier, tokenizer: Tokenizer) -> None:
+    chances = [random.Random(tally.random.random()) for _ in range(_SERVED[tier] // _OF_ONE)]
+    with tiny_model() as model:
+        async with watched(tally, model) as watch:
+            await several(_TOGETHER, partial(_one_text, tally, watch, tokenizer), chances)
+
+
+async def _one_text(tally: Tally, watch: Watch, tokenizer: Tokenizer, rng: random.Random) -> None:
+    """A text without a stop string, then with several kinds of them."""
+    alphabet = rng.choice(_ALPHABETS)
+    # Whole characters alone, bytes of them in any order, any bytes.
+    ways: list[dict[str, Any]] = [
+        {"structured_outputs": {"regex": f"[{alphabet}]+"}},
+        {"allowed_token_ids": sorted(set(tokenizer.encode(alphabet)))},
+        {},
+    ]
+    body = {"prompt": "Say it, ", "temperature": 1, "seed": rng.randrange(2**31), "ignore_eos": True}
+    body |= {"max_tokens": rng.randint(20, 40), **rng.choice(ways)}
+    reply = await ask(watch.served.port, "/v1/completions", body)
+    watch.reply("without a stop string", reply)
+    for _ in range(_OF_ONE):
+        stops = [_stop(rng, reply.text) for _ in range(rng.choice([1, 1, 2, 3]))]
+        sent = {**body, "stop": stops, "include_stop_str_in_output": rng.random() < 0.3}
+        with tally.case(f"over HTTP: {reply.text!r} and {stops}"):
+            await _stopped(tally, watch, sent, reply.text)
+
+
+def _stop(rng: random.Random, text: str) -> str:
+    """A part of the text, or what is almost one."""
+    start = rng.randrange(len(text))
+    part = text[start : start + rng.randint(1, 6)]
+    return part if rng.random() < 0.5 else part + rng.choice(text)
+
+
+async def _stopped(tally: Tally, watch: Watch, sent: dict[str, Any], whole: str) -> None:
+    port, expected = watch.served.port, oracle(whole, sent["stop"])
+    due: tuple[str, str, str | None] = (whole, "length", None)
+    if expected is not None:
+        start, stop = expected
+        due = (whole[:start] + (stop if sent["include_stop_str_in_output"] else ""), "stop", stop)
+    reply, told = await ask(port, "/v1/completions", sent), _Told()
+    async with Connection(port) as connection:
+        connection.send("POST", "/v1/completions", {**sent, "stream": True, "stream_options": {"include_usage": True}})
+        await connection.follow(told)
+    for answer in (reply, told):
+        watch.reply(f"{sent}", answer)
+    [choice] = reply.json["choices"]
+    found = choice["text"], choice["finish_reason"], choice["stop_reason"]
+    tally.expect(found == due, f"{sent}: {found} instead of {due}")
+    streamed = told.text(), told.finish.get(0), told.stop_reason
+    tally.expect(streamed == due, f"{sent}: streams {streamed} instead of {due}: {told.error or told.broken}")
+    counts = [(usage or {}).get("completion_tokens") for usage in (reply.json["usage"], told.usage)]
+    right = counts[0] == counts[1] and (counts[0] == sent["max_tokens"] if expected is None else bool(counts[0]))
+    tally.expect(right, f"{sent}: I12: the usage says {counts[0]} tokens, and {counts[1]} in the stream")
+    tally.event("over HTTP: no matches" if expected is None else "over HTTP: matches")
+    tally.event("over HTTP: told too", expected is not None and sent["include_stop_str_in_output"])
+    over = expected is not None and any(not char.isascii() and char != _BROKEN for char in expected[1])
+    tally.event("over HTTP: characters of several tokens", over)

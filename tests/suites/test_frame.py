@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from hookline.scheduling.request import Request
+from hookline.serving.process import messages
 from tests.suites import invariants, soak, stop_strings
 from tests.suites.__main__ import main
 from tests.suites.faults import Fault, installed
 from tests.suites.invariants import Census, Resources, idle_faults
 from tests.suites.report import SuiteReport, Tally, Tier, page
 from tests.suites.rig import DrivenLoop, small_engine, tiny_model
+from tests.suites.watched_engine import WatchedLoop
+from tests.suites.watched_front import LOOKS
 
 
 def test_a_suite_that_forced_nothing_has_failed() -> None:
@@ -44,7 +48,7 @@ def test_the_page_says_what_is_left_of_the_plan_and_why() -> None:
     def told(suite: str, tier: Tier, planned: int) -> str:
         return page([Tally(suite, tier, 0, planned, []).report()])[-2]
 
-    assert "K3 at T1: planned: 6; cut to 3: each deadline once" in told("K3", Tier.T1, 3)
+    assert "K1 at T2: planned: 100; cut to 48: there are no worker ranks yet" in told("K1", Tier.T2, 48)
     assert told("G1", Tier.T2, 99).endswith("planned: 20,040; cut to 99: nobody says why")
     assert "planned:" not in told("G1", Tier.T2, 20_040) and "planned:" not in told("T", Tier.T1, 0)
 
@@ -107,6 +111,34 @@ def test_the_census_counts_requests_that_somebody_keeps(model: Path) -> None:
     kept.clear()
     DrivenLoop(engine).serve([[1]], max_tokens=2)
     assert census.faults(allowed=1) == []
+
+
+def test_an_engine_process_that_is_watched_tells_what_is_left_over(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOOKS, str(tmp_path))
+    driven = DrivenLoop(small_engine(model, overlap=True))
+    loop = driven._loop = WatchedLoop(driven.engine, driven)  # type: ignore[arg-type]
+    for number in range(4):
+        driven.submit(number, [number], max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        driven.turn()
+    held = driven.engine.scheduler._running[0]
+    driven.command(messages.Abort(0))
+    driven.command(messages.Abort(1))
+    loop.ask()
+    driven.turn()
+    assert not list(tmp_path.iterdir())  # it works on
+    driven.run()
+    seen = json.loads((tmp_path / "engine.json").read_text())
+    assert (seen["faults"], seen["released"]) == ([], 2) and seen["slowest_step"] > 0
+    loop._leaving.append((held, 0))
+    held.block_table += driven.engine.pool.allocate(1) or []
+    assert [fault[:2] for fault in loop.seen()["faults"]] == ["I1", "I1", "I1"]
+    driven.engine.pool.release(held.block_table)
+    held.block_table.clear()
+    loop._follow()
+    assert "came back after" in loop.seen()["faults"][0] and loop.seen()["faults"] == []
 
 
 def test_a_fault_strikes_whom_it_names_and_as_often_as_it_says(model: Path) -> None:

@@ -1,0 +1,96 @@
+"""An engine process that looks at itself when it is asked: what of I1 to I4 and I13 shows from within alone.
+
+SIGUSR1 asks, and the answer is there when nothing runs any more, in a file of the folder that the environment names.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from hookline.serving.process import engine_process, messages
+from tests.suites.watched_front import tell
+
+if TYPE_CHECKING:  # what takes long to import comes when the engine's own has come
+    from hookline import Engine
+    from hookline.scheduling.request import Request
+
+# I13: while anything waits or runs.
+_STEP_SECONDS = 30.0
+# Steps between the arrival of an abort and the release of its blocks.
+_RELEASE_STEPS = 2
+
+
+class WatchedLoop(engine_process.EngineLoop):
+    """The loop, with an eye on it."""
+
+    def __init__(self, engine: Engine, channel: engine_process.Channel) -> None:
+        from tests.suites.invariants import Census
+
+        super().__init__(engine, channel)
+        self._census = Census()
+        self._asked = False
+        self._leaving: list[tuple[Request, int]] = []
+        self._released = self._slowest_release = 0
+        self._slowest_step = 0.0
+
+    def run(self) -> None:
+        signal.signal(signal.SIGUSR1, self.ask)
+        super().run()
+
+    def ask(self, *_: object) -> None:
+        """Has it look at itself at its next rest."""
+        self._asked = True
+
+    def turn(self) -> None:
+        super().turn()
+        if self._asked and not self._engine.has_work and not self._held:
+            self._asked = False
+            tell("engine", self.seen())
+
+    def _take(self, command: messages.ToEngine) -> None:
+        request_id = self._ids.get(command.number) if isinstance(command, messages.Abort) else None
+        left = [] if request_id is None else self._engine._outputs.unfinished(request_id)
+        super()._take(command)
+        self._leaving += [(request, self._steps) for request in left]
+        self._follow()
+
+    def _step(self) -> Any:
+        began = time.monotonic()
+        news = super()._step()
+        self._slowest_step = max(self._slowest_step, time.monotonic() - began)
+        self._follow()
+        return news
+
+    def _follow(self) -> None:
+        """Looks who of those that were aborted holds no blocks any more."""
+        gone = [steps for request, steps in self._leaving if not request.block_table]
+        if gone:
+            self._released += len(gone)
+            self._slowest_release = max(self._slowest_release, self._steps - min(gone))
+            self._leaving = [(request, steps) for request, steps in self._leaving if request.block_table]
+
+    def seen(self) -> dict[str, Any]:
+        """What is wrong at rest, and what the slowest took since the last look."""
+        from tests.suites.invariants import engine_faults
+
+        faults = engine_faults(self._engine) + self._census.faults(self._engine.config.max_running)
+        if self._ids or self._numbers:
+            faults.append(f"I3: the loop still knows {len(self._ids)} requests")
+        if self._leaving:
+            faults.append(f"I1: {len(self._leaving)} aborted requests hold blocks")
+        if self._slowest_release > _RELEASE_STEPS:
+            faults.append(f"blocks of an aborted request came back after {self._slowest_release} steps")
+        if self._slowest_step > _STEP_SECONDS:
+            faults.append(f"I13: a step took {self._slowest_step:.0f} s")
+        seen = {"faults": faults, "released": self._released, "slowest_step": self._slowest_step}
+        self._released = self._slowest_release = 0
+        self._slowest_step = 0.0
+        return seen
+
+
+if __name__ == "__main__":
+    engine_process.EngineLoop = WatchedLoop  # type: ignore[misc]
+    sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))
