@@ -35,6 +35,9 @@ _MOST_BLANKS = 16
 # What stands before xgrammar's own messages.
 _ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
+# Half of a surrogate pair, as UTF-8 would have it: no text, though xgrammar takes it for any other character.
+_SURROGATE_LEAD, _SURROGATE = b"\xed", re.compile(rb"\xed[\xa0-\xbf]")
+_SURROGATE_REST = re.compile(rb"[\xa0-\xbf]")
 # Characters that JSON's strings cannot hold, but for those that may stand between its parts.
 _CONTROLS = frozenset(range(0x20)) - frozenset(b"\t\n\r")
 
@@ -67,11 +70,14 @@ class GrammarVocabulary:
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self.special_ids = tokenizer.special_ids
         spelled = [_token_bytes(tokenizer, token_id) for token_id in range(vocab_size)]
-        self._words = self._that(spelled, lambda spelling: bool(spelling))
+        self._words = self._that(spelled, lambda spelling: bool(spelling) and not _SURROGATE.search(spelling))
         self._controls = self._that(spelled, lambda spelling: not _CONTROLS.isdisjoint(spelling))
         self._tabs = self._that(spelled, lambda spelling: b"\t" in spelling)
         self.blank_ids = frozenset(token_id for token_id, spelling in enumerate(spelled) if spelling.isspace())
         self.blanks = self.pack(self.blank_ids)
+        # Behind a token that ends in the first byte, no token may come that begins with a second one.
+        self.lead_ids = frozenset(n for n, spelling in enumerate(spelled) if spelling.endswith(_SURROGATE_LEAD))
+        self.surrogate_rests = self._that(spelled, lambda spelling: bool(_SURROGATE_REST.match(spelling)))
         self.info = xgrammar.TokenizerInfo(
             spelled, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=sorted(self.eos_token_ids)
         )
@@ -264,11 +270,12 @@ class GrammarMatcher:
         self._vocabulary = vocabulary
         self._is_broken = False
         self._blanks = 0  # tokens of nothing but space since the last other one
+        self._is_behind_lead = False
 
     def fill(self, mask: torch.Tensor, drafts: Sequence[int]) -> None:
         """See `TokenMatcher.fill`."""
         words: Words = mask.numpy()
-        taken, blanks = 0, self._blanks
+        taken, before = 0, (self._blanks, self._is_behind_lead)
         try:
             self._fill_one(words, 0)
             for place, draft in enumerate(drafts, 1):
@@ -279,7 +286,7 @@ class GrammarMatcher:
                     break
                 self._fill_one(words, place)
         finally:
-            self._blanks = blanks
+            self._blanks, self._is_behind_lead = before
             if taken:
                 self._matcher.rollback(taken)
 
@@ -292,6 +299,8 @@ class GrammarMatcher:
         self._matcher.fill_next_token_bitmask(words, place)
         self._watch(begin)
         row &= self._possible
+        if self._is_behind_lead:
+            row &= ~self._vocabulary.surrogate_rests
         if self._ignore_eos:
             _prefer_others(row, self._ends)
         if self._blanks >= _MOST_BLANKS:
@@ -309,6 +318,7 @@ class GrammarMatcher:
         taken = self._matcher.accept_token(token_id)
         self._watch(begin)
         self._blanks = self._blanks + 1 if token_id in self._vocabulary.blank_ids else 0
+        self._is_behind_lead = token_id in self._vocabulary.lead_ids
         return taken
 
     def _watch(self, begin: float) -> None:
@@ -322,6 +332,7 @@ class GrammarMatcher:
         self._matcher.reset()
         self._is_broken = False
         self._blanks = 0
+        self._is_behind_lead = False
 
     @property
     def is_finished(self) -> bool:

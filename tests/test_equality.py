@@ -122,9 +122,29 @@ def reference(folder: Path, many: list[list[int]], **extra: Any) -> list[list[in
     return found
 
 
+@torch.inference_mode()
+def likeliest(model: Any, prompt: list[int], output: list[int]) -> list[int]:
+    """In one pass, a model's likeliest token at each place of `output`, after the prompt and what stands before it.
+
+    Where that is `output` again, it is the model's whole greedy output. Not for models whose angles depend on the
+    length: they see all places with those of the last.
+    """
+    logits = model(torch.tensor([prompt + output]), logits_to_keep=len(output) + 1).logits[0]
+    found: list[int] = logits[:-1].argmax(dim=-1).tolist()
+    return found
+
+
+def are_greedy(model: Any, many: list[list[int]], outputs: list[list[int]]) -> bool:
+    """Whether all outputs are the model's own."""
+    return all(likeliest(model, ids, output) == output for ids, output in zip(many, outputs, strict=True))
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, list[list[int]], list[list[int]]]]:
-    """Folder, prompts and transformers' ids of a variant, computed once."""
+    """Folder, prompts and transformers' ids of a variant, computed once.
+
+    To judge what the engine wrote takes transformers a tenth of the time to write it, which it does where it differs.
+    """
     known: dict[str, tuple[Path, list[list[int]], list[list[int]]]] = {}
 
     def compute(name: str) -> tuple[Path, list[list[int]], list[list[int]]]:
@@ -132,7 +152,11 @@ def expected(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, lis
             kind, fields = VARIANTS[name]
             folder = checkpoint(kind, **fields)
             many = prompts()
-            known[name] = folder, many, reference(folder, many)
+            with engine(folder) as run:
+                found = ids_of(run.generate(many, GREEDY))
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            judged = name not in ("longrope", "dynamic rope") and are_greedy(model, many, found)
+            known[name] = folder, many, found if judged else reference(folder, many)
         return known[name]
 
     return compute

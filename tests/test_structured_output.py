@@ -228,6 +228,27 @@ def test_vocabularies(kind: str, kinds: dict[str, Tokenizer]) -> None:
     assert len(seen) > 1
 
 
+@pytest.mark.parametrize("kind", ["fallback", "level"])
+def test_half_of_a_surrogate_pair_is_no_character(kind: str, kinds: dict[str, Tokenizer]) -> None:
+    tokenizer = kinds[kind]
+    spelled = {
+        token_id: structured_output._token_bytes(tokenizer, token_id) for token_id in range(tokenizer.vocab_size)
+    }
+    ids = {spelling: token_id for token_id, spelling in spelled.items() if len(spelling) == 1}
+    lead, rests = ids[b"\xed"], {bytes([byte]) for byte in range(0x80, 0xA0)}
+    vocabulary = GrammarVocabulary(tokenizer, 300, tokenizer.eos_token_ids)
+    matcher = compile_grammar(GrammarSpec("regex", "[^a]{2}b"), vocabulary).matcher()
+    for _ in range(2):
+        first, second, behind = allowed(matcher, lead, ids[b"\x80"], width=300)
+        assert lead in first
+        assert {spelled[token_id] for token_id in second} == rests
+        assert {spelled[token_id] for token_id in behind} == {bytes([byte]) for byte in range(0x80, 0xC0)}
+        assert allowed(matcher, width=300) == [first]  # the drafts are given back
+        matcher.accept(lead)
+        assert {spelled[token_id] for token_id in allowed(matcher, width=300)[0]} == rests
+        matcher.restart()
+
+
 def test_bytes_of_another_vocabulary_are_refused(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
     data = compile_grammar(GrammarSpec("regex", "a"), vocabulary).to_bytes()
     other = GrammarVocabulary(tokenizer, WIDTH - 100, [END])

@@ -33,8 +33,9 @@ from tests.suites.invariants import SLOWEST
 from tests.suites.raw_client import Connection, Reply, Told, ask, stream
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import BLOCK, MAX_MODEL_LEN, TOKEN_BYTES, VOCAB, DrivenLoop, small_engine
-from tests.suites.served import Served, Watch, load, metric, metrics, serving, until_true
+from tests.suites.served import Served, load, metric, metrics, serving, until_true
 from tests.suites.value_fuzz import encode
+from tests.suites.watch import Watch
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}

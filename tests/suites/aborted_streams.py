@@ -16,7 +16,8 @@ from tests.glm5_2.models import GOLDEN_MODEL
 from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, Watch, load, metric, metrics, serving, until_true
+from tests.suites.served import Served, load, metric, metrics, serving, until_true
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 1_000, Tier.T2: 20_000}
 _TOGETHER = 64

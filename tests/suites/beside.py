@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.suites.report import Tally
-from tests.suites.served import Watch, serving
+from tests.suites.served import serving
+from tests.suites.watch import Watch
 
 T = TypeVar("T")
 
 
 @asynccontextmanager
-async def watched(tally: Tally, model: Path, *options: str) -> AsyncIterator[Watch]:
-    """A server, by its watch, which looks at all invariants when the cases are done."""
+async def watched(tally: Tally, model: Path, *options: str, grammars: bool = True) -> AsyncIterator[Watch]:
+    """A server, by its watch, which looks at all invariants when the cases are done; `grammars` as of `Watch.begin`."""
     async with serving(model, *options) as served:
         watch = Watch(tally, served)
-        await watch.begin()
+        await watch.begin(grammars=grammars)
         yield watch
         await watch.check("after the cases over HTTP")
 

@@ -8,7 +8,8 @@ from typing import Any
 from tests.suites.raw_client import Connection, Reply, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, Watch, serving
+from tests.suites.served import Served, serving
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 200, Tier.T2: 1_000}
 # Pairs of ids of two requests at a time: equal ones, one that begins as the other does, none, long, unprintable.
@@ -41,7 +42,7 @@ async def _run(tally: Tally, pairs: int) -> None:
     with tiny_model() as model:
         async with serving(model) as served:
             watch = Watch(tally, served)
-            await watch.begin()
+            await watch.begin(grammars=False)
             prompts = [f"Dear client {number}, " for number in range(2 * _TOGETHER)]
             due = [(await ask(served.port, "/v1/completions", _body(prompt))).text for prompt in prompts]
             for first in range(0, pairs, _TOGETHER):

@@ -37,7 +37,7 @@ from tests.suites.beside import several, watched
 from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Watch
+from tests.suites.watch import Watch
 
 _MODEL = ROOT / "tests" / "data" / "tiny-glm5.2-mtp"
 _VOCABULARY, _END = 8192, 8175

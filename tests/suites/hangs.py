@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import ENDED_SECONDS, UNREADY_SECONDS, Served, Watch, serving, until_true
+from tests.suites.served import ENDED_SECONDS, UNREADY_SECONDS, Served, serving, until_true
+from tests.suites.watch import Watch
 
 _ROUNDS = {Tier.T1: 1, Tier.T2: 10}
 _STEP_SECONDS = {Tier.T1: 2.0, Tier.T2: 30.0}
@@ -36,7 +37,7 @@ async def _run(tally: Tally, tier: Tier) -> None:
 async def _round(tally: Tally, model: Path, seconds: float) -> None:
     async with serving(model, "--step-seconds", str(seconds)) as served:
         watch = Watch(tally, served)
-        await watch.begin()
+        await watch.begin(grammars=False)
         with tally.case("front"):
             await _front(tally, served, seconds)
             await watch.check("after the front stood still")

@@ -29,6 +29,7 @@ from tests.suites.raw_client import Connection
 from tests.suites.raw_sockets import Outside
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
+from tests.suites.watch import Watch
 
 KEY, OTHER = "sk-first-key-123", "sk-other-key-456"
 BEARER = f"Authorization: Bearer {KEY}"
@@ -88,8 +89,8 @@ async def _run_server(tally: Tally, known: list[tuple[str, str]]) -> None:
     keys = {"HOOKLINE_API_KEYS": f"{KEY},{OTHER}"}
     with tiny_model() as model:
         async with real.serving(model, environment=keys) as served:
-            watch = real.Watch(tally, served, KEY)
-            await watch.begin()
+            watch = Watch(tally, served, KEY)
+            await watch.begin(grammars=False)
             routes = sorted({*known, *await _documented(served.port)})
             await _Stranger(tally, Outside(served.port), "server: ").ask_all(routes)
             for key in (KEY, OTHER):

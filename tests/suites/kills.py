@@ -19,13 +19,13 @@ from tests.suites.served import (
     START_SECONDS,
     UNREADY_SECONDS,
     Served,
-    Watch,
     launched,
     load,
     serving,
     until,
     until_true,
 )
+from tests.suites.watch import Watch
 
 _TARGETS = ("engine", "front")
 _MOMENTS = ("start", "idle", "prefill", "decode", "drain")
@@ -89,7 +89,7 @@ async def _serves(tally: Tally, served: Served, due: str, count: int) -> None:
     """A server on the port of one that was killed answers, sixteen at a time; one that answers all is looked at too."""
     watch = Watch(tally, served) if count == _ALL else None
     if watch is not None:
-        await watch.begin()
+        await watch.begin(grammars=False)
     for first in range(0, count, _STREAMS):
         replies = await asyncio.gather(
             *(ask(served.port, "/v1/completions", PROBE) for _ in range(min(_STREAMS, count - first)))

@@ -33,6 +33,7 @@ from tests.suites.raw_cases import BYE, CASES, CHUNKED, MOST_BYTES, SERVER_CHUNK
 from tests.suites.raw_client import Reply, stream
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
+from tests.suites.watch import Watch
 
 LIMITS = Limits(header_seconds=0.5, body_seconds=0.5, reader_seconds=0.5, body_bytes=2**20)
 # A whole server shares the machine with its engine, and gets more time.
@@ -98,7 +99,7 @@ class _Target:
     chunked: bytes
     seconds: float
     memory: Callable[[], int]
-    watch: real.Watch | None = None
+    watch: Watch | None = None
 
     def event(self, name: str, times: int = 1) -> None:
         self.tally.event(self.name + name, times)
@@ -133,8 +134,8 @@ async def _run_front(tally: Tally, tier: Tier) -> None:
 async def _run_server(tally: Tally, tier: Tier) -> None:
     with tiny_model() as model:
         async with real.serving(model, *_SERVER_OPTIONS) as served:
-            watch, pid = real.Watch(tally, served), served.process.pid
-            await watch.begin()
+            watch, pid = Watch(tally, served), served.process.pid
+            await watch.begin(grammars=False)
             wire, cases = Outside(served.port), server_cases()
             target = _Target(tally, wire, "server: ", SERVER_CHUNKED, _SERVER_SECONDS, lambda: soak.memory(pid), watch)
             due, over = (await stream(served.port, _STREAM)).text(), asyncio.Event()

@@ -13,7 +13,8 @@ from pathlib import Path
 from tests.source_tree import ROOT
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Watch, serving
+from tests.suites.served import serving
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 500, Tier.T2: 20_000}
 # Requests a route at most; most routes take no body and have few that differ.

@@ -24,8 +24,7 @@ from tests.suites.beside import several, watched
 from tests.suites.raw_client import stream
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Watch
-from tests.suites.tokens import byte_tokenizer
+from tests.suites.watch import Watch
 from tests.test_structured_output import END, MODEL, WIDTH, allowed
 
 _PLANNED = {Tier.T1: 600, Tier.T2: 5_000}
@@ -38,8 +37,6 @@ _SERVED = {Tier.T1: 12, Tier.T2: 300}
 _TOGETHER = 6
 _FEW = 3
 _ASKED = "Say it in JSON: "
-# The byte with which half of a surrogate pair begins: see `_walk`.
-_SURROGATE = b"\xed"
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
@@ -49,7 +46,6 @@ def run(tier: Tier, seed: int) -> SuiteReport:
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     vocabulary = GrammarVocabulary(tokenizer, WIDTH, [END])
     ends = [tokenizer.encode(text, add_special_tokens=False)[-1] for text in ('"', "}", "]", "0", ",", ":")]
-    whole = {token_id for token_id in range(8192) if "\ufffd" not in tokenizer.token_text(token_id)}
     for _ in range(_PLANNED[tier] // _WALKS):
         schema = _Schemas(tally.random).make()
         source = json.dumps(schema)
@@ -58,7 +54,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
         grammar = compile_grammar(GrammarSpec("json_schema", source), vocabulary)
         for _ in range(_WALKS):
             with tally.case(source):
-                output = _walk(grammar.matcher(), tally.random, whole, ends)
+                output = _walk(grammar.matcher(), tally.random, ends)
                 tally.event("cut by length" if output is None else "finished")
                 if output is not None:
                     text = tokenizer.decode(output)
@@ -154,11 +150,8 @@ class _Schemas:
         return {"$ref": f"#/$defs/{name}"}
 
 
-def _walk(matcher: GrammarMatcher, rng: random.Random, whole: set[int], ends: list[int]) -> list[int] | None:
-    """A way through a grammar, at random at first, then with a liking for what ends; None if it does not end.
-
-    Only by tokens of `whole` characters: in bytes xgrammar would let half of a surrogate pair be one.
-    """
+def _walk(matcher: GrammarMatcher, rng: random.Random, ends: list[int]) -> list[int] | None:
+    """A way through a grammar, at random at first, then with a liking for what ends; None if it does not end."""
     output = list[int]()
     while not matcher.is_finished:
         [found] = allowed(matcher)
@@ -166,7 +159,6 @@ def _walk(matcher: GrammarMatcher, rng: random.Random, whole: set[int], ends: li
             raise RuntimeError("nothing is allowed, and the grammar is not finished")
         if END in found:
             return output
-        found = found & whole or found  # a character that has no token of its own comes in bytes
         near = [token_id for token_id in ends if token_id in found]
         output.append(rng.choice(near) if near and rng.random() < len(output) / 12 else rng.choice(sorted(found)))
         matcher.accept(output[-1])
@@ -191,11 +183,9 @@ async def _over_http(tally: Tally, tier: Tier) -> None:
         _Asked(_Schemas(rng).make(), rng.randrange(2**31), _MOST_TOKENS if number % 4 else _FEW, number % 2 > 0)
         for number in range(_SERVED[tier])
     ]
-    tokenizer = byte_tokenizer()
-    never = [token_id for token_id in range(256) if tokenizer.token_bytes(token_id) == _SURROGATE]
     with tiny_model() as model:
         async with watched(tally, model) as watch:
-            await several(_TOGETHER, partial(_answer, tally, watch, dict.fromkeys(map(str, never), -100)), every)
+            await several(_TOGETHER, partial(_answer, tally, watch), every)
 
 
 def _finite(text: str) -> float:
@@ -203,11 +193,11 @@ def _finite(text: str) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 
-async def _answer(tally: Tally, watch: Watch, bias: dict[str, int], asked: _Asked) -> None:
+async def _answer(tally: Tally, watch: Watch, asked: _Asked) -> None:
     """One answer, which is whole and fits, or has as many tokens as it may."""
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": asked.schema}}
     body: dict[str, Any] = {"temperature": 1, "seed": asked.seed, "max_tokens": asked.most_tokens}
-    body |= {"response_format": form, "logit_bias": bias, "stream_options": {"include_usage": True}}
+    body |= {"response_format": form, "stream_options": {"include_usage": True}}
     messages = [{"role": "user", "content": _ASKED}]
     body |= {"messages": messages} if asked.is_chat else {"prompt": _ASKED}
     with tally.case(f"over HTTP: {asked}"):

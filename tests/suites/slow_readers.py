@@ -21,7 +21,8 @@ import psutil
 from tests.suites.raw_client import Connection, Told, request_bytes, stream
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, Watch, load, metric, metrics, serving, until_true
+from tests.suites.served import Served, load, metric, metrics, serving, until_true
+from tests.suites.watch import Watch
 
 _SLOW = {Tier.T1: 4, Tier.T2: 64}
 # Normal clients at a time, what each asks for in a window, and windows of each kind in a round.
@@ -56,7 +57,7 @@ async def _run(tally: Tally, tier: Tier) -> None:
     with tiny_model() as model:
         async with serving(model, "--reader-seconds", str(_READER_SECONDS[tier])) as served:
             watch = Watch(tally, served)
-            await watch.begin()
+            await watch.begin(grammars=False)
             # Some who do read: what the answers themselves take is no slow reader's cost.
             await asyncio.gather(*(stream(served.port, _LARGE) for _ in range(_READERS)))
             for _ in range(_ROUNDS[tier]):

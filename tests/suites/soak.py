@@ -21,7 +21,8 @@ from tests.suites.kills import kill
 from tests.suites.raw_client import Connection, Told
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, Watch, serving
+from tests.suites.served import Served, serving
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 2_000, Tier.T2: 172_800}
 # Servers one after the other; the next one comes when the engine of the last has been killed.

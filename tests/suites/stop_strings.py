@@ -22,8 +22,8 @@ from tests.suites.beside import several, watched
 from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Watch
 from tests.suites.tokens import byte_tokenizer
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 5_000, Tier.T2: 500_000}
 # Few different characters, so that stop strings begin often and are complete now and then.

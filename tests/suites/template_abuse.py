@@ -26,7 +26,7 @@ from tests.source_tree import ROOT
 from tests.suites.beside import watched
 from tests.suites.raw_client import Reply, ask
 from tests.suites.report import SuiteReport, Tally, Tier
-from tests.suites.served import Watch
+from tests.suites.watch import Watch
 
 _SECONDS = 2.0
 _MEMORY_BYTES = 700 * 2**20
@@ -200,7 +200,7 @@ def _say(tally: Tally, words: str) -> None:
 async def _over_http(tally: Tally, tier: Tier) -> None:
     sources = {**_ABUSE, **_BLANK, **_UNSOUND}
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(GOLDEN_MODEL / "tokenizer.json")))
-    async with watched(tally, GOLDEN_MODEL, *_GLM) as watch:
+    async with watched(tally, GOLDEN_MODEL, *_GLM, grammars=False) as watch:
         for name in tally.random.sample([*sources], _SENT[tier]):
             for path in _ROUTES:
                 for field in _FIELDS:

@@ -14,7 +14,8 @@ from tests.serving import values
 from tests.suites.raw_client import Connection, Reply
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, Watch, serving
+from tests.suites.served import Served, serving
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 2_000, Tier.T2: 100_000}
 _CHECK_EVERY = {Tier.T1: 1_000, Tier.T2: 10_000}
