@@ -13,19 +13,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hookline.config import read_environment
 from hookline.model_store import DEFAULT_MODEL, resolve_model
 from tests.suites.reporting import pytest_terminal_summary as pytest_terminal_summary
 
-# Small models run faster on one thread, and tests may run beside each other.
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    import transformers
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -79,6 +77,10 @@ def make_checkpoint(folder: Path, kind: str = "llama", seed: int = 0, **fields: 
 
 def make_module(kind: str = "llama", seed: int = 0, **fields: Any) -> transformers.PreTrainedModel:
     """A tiny random model of transformers' own making; `kind` is `llama`, `mistral`, `mixtral` or `qwen2_moe`."""
+    # Here, so that the process that hands out the tests, and waits for this file before it starts, does without.
+    import torch
+    import transformers
+
     config_class, model_class, own = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {}),
@@ -94,6 +96,14 @@ def make_module(kind: str = "llama", seed: int = 0, **fields: Any) -> transforme
             elif "embed_tokens" in name:
                 parameter.mul_(4)
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Small models run faster on one thread, and tests may run beside each other."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -180,11 +180,13 @@ def ids_of(outputs: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("batch", [1, 2, 7, 16])
 def test_equals_transformers_alone_and_in_batches(name: str, batch: int, expected: Any) -> None:
+    """Alone the half with the borders of blocks; in batches all."""
     folder, many, want = expected(name)
+    count = 8 if batch == 1 else 16
     with engine(folder, prefix_caching=False) as run:
         batches = spy_on_batches(run)
-        found = [ids for at in range(0, 16, batch) for ids in ids_of(run.generate(many[at : at + batch], GREEDY))]
-    assert found == want
+        found = [ids for at in range(0, count, batch) for ids in ids_of(run.generate(many[at : at + batch], GREEDY))]
+    assert found == want[:count]
     assert max(len(step) for step in batches) == batch
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -131,6 +134,7 @@ def _kind(name: str) -> tuple[Any, str, Any]:
     show_default=True,
     help="Under which names reasoning is sent. Both are read in a conversation's history.",
 )
+@click.option("--log-requests", is_flag=True, help="Tell the end of each request on stderr, with the client's own id.")
 @click.option("--strict-api", is_flag=True, help="Refuse fields that are not known, in place of leaving them aside.")
 @_limit_options
 @engine_options
@@ -153,6 +157,13 @@ def serve(ctx: click.Context, /, model: str | None, model_option: str | None, **
     if model is not None and model_option is not None:
         raise UsageError("both MODEL and --model are given", hint="Give one of the two.")
     config = _server_config(model or model_option or DEFAULT_MODEL, values, ctx.obj)
+    if values["log_requests"]:
+        _log_requests()
+    with _ended_by_signals():
+        ctx.exit(_serve(config))
+
+
+def _serve(config: ServerConfig) -> int:
     try:
         from hookline.serving import server
     except ModuleNotFoundError as error:
@@ -165,10 +176,35 @@ def serve(ctx: click.Context, /, model: str | None, model_option: str | None, **
     console = _Console()
     try:
         found = find_model(config.engine)
-        ctx.exit(server.serve(config, listener, model=found, on_stage=console.show, say=console.say))
+        return server.serve(config, listener, model=found, on_stage=console.show, say=console.say)
     finally:
         console.close()
         listener.close()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Until the server takes signals itself they end the command, with the exit code that they have later."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:
+                signal.signal(number, handler)
+
+
+def _log_requests() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("hookline.serving")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _server_config(model: str, values: Mapping[str, Any], plugins: PluginOptions | None) -> ServerConfig:

@@ -162,6 +162,15 @@ def test_an_open_server_is_warned_of(
     assert (server.EXPOSED in said) is warned
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_anything_is_there_ends_it(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(module, "find_model", lambda config: signal.raise_signal(number))
+    found = run("none", "--port", "0")
+    assert (found.exit_code, found.output) == (0, "")
+    assert signal.getsignal(number) is before
+
+
 def test_a_signal_during_the_start_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
     options = (*CPU, "--api-key", KEY)
     with running_engine("serve", str(tiny_llama), *options, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | 1 to 35 | requests over HTTP | here |
 | 37 | hostile `config.json` | here |
-| 39 | kill -9, SIGSTOP | suites K1 (`engine killed in decode`), K2 (`engine stopped`); one rank so far |
+| 39 | kill -9, SIGSTOP | suites K1 (`engine killed in decode`, then 500 served), K2 (`engine stopped`); one rank |
 
 The plan's model has 512 tokens; this one has 320.
 """
@@ -36,6 +36,7 @@ from tests.suites.rig import BLOCK, MAX_MODEL_LEN, TOKEN_BYTES, VOCAB, DrivenLoo
 from tests.suites.served import Served, load, metric, metrics, serving, until_true
 from tests.suites.value_fuzz import encode
 from tests.suites.watch import Watch
+from tests.suites.watched_engine import AHEAD
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
@@ -52,7 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Served]:
-    server = serving(model)
+    """With steps ahead, as on a GPU: then requests have slots, and steps are in flight when they are aborted."""
+    server = serving(model, environment={AHEAD: "1"})
     with asyncio.Runner() as runner:
         yield runner.run(server.__aenter__())
         runner.run(server.__aexit__(None, None, None))
@@ -155,8 +157,8 @@ def test_case_13_bias_of_what_is_no_token(served: Served, text: str, bias: Any) 
     """CVE-2026-93840, CVE-2026-93989: it wrote into a neighbour's logits."""
 
     async def main() -> tuple[Told, Reply]:
-        neighbour = asyncio.create_task(stream(served.port, GREEDY))
-        return await neighbour, await ask(served.port, COMPLETIONS, {**GREEDY, "logit_bias": bias})
+        request = ask(served.port, COMPLETIONS, {**GREEDY, "logit_bias": bias})
+        return await asyncio.gather(stream(served.port, GREEDY), request)
 
     told, reply = run(main())
     assert reply.status == 400
@@ -225,10 +227,13 @@ def test_case_25_many_streams_reset_at_the_third_token(served: Served) -> None:
         tally = Tally("case 25", Tier.T1, 0, 1, ["blocks released"])
         watch = Watch(tally, served)
         await watch.begin()
+        before = metric(await metrics(served.port), "request_success_total", finished_reason="client_gone")
         with tally.case("64 resets"):
             await asyncio.gather(*(one() for _ in range(64)))
             await watch.check("64 resets")
         tally.event("blocks released", watch.released)
+        left = metric(await metrics(served.port), "request_success_total", finished_reason="client_gone") - before
+        tally.expect(left == 64, f"{left:g} of 64 ended as client_gone")
         return tally.report()
 
     assert run(main()).faults == []

@@ -18,6 +18,7 @@ from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import Served, load, metric, metrics, serving, until_true
 from tests.suites.watch import Watch
+from tests.suites.watched_engine import AHEAD
 
 _PLANNED = {Tier.T1: 1_000, Tier.T2: 20_000}
 _TOGETHER = 64
@@ -45,7 +46,8 @@ async def _run(tally: Tally, tier: Tier) -> None:
     count = _PLANNED[tier]
     drafted = int(count * _DRAFTED)
     with tiny_model() as model:
-        async with serving(model, "--grammar-seconds", "0.5") as served:
+        # Steps ahead, for only then there are any between an abort and the release of its blocks.
+        async with serving(model, "--grammar-seconds", "0.5", environment={AHEAD: "1"}) as served:
             watch = Watch(tally, served)
             await watch.begin()
             before = await metrics(served.port)

@@ -8,7 +8,7 @@ from typing import Any
 from tests.suites.raw_client import Connection, Reply, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, serving
+from tests.suites.served import Served, metric, metrics, serving
 from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 200, Tier.T2: 1_000}
@@ -40,7 +40,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
 
 async def _run(tally: Tally, pairs: int) -> None:
     with tiny_model() as model:
-        async with serving(model) as served:
+        async with serving(model, "--log-requests") as served:
             watch = Watch(tally, served)
             await watch.begin(grammars=False)
             prompts = [f"Dear client {number}, " for number in range(2 * _TOGETHER)]
@@ -51,6 +51,9 @@ async def _run(tally: Tally, pairs: int) -> None:
                     *(_pair(tally, watch, served, at, kind, prompts, due) for at, kind in enumerate(kinds))
                 )
             await watch.check("at the end")
+            came = metric(await metrics(served.port), "request_received_total")
+            told = [line for line in served.said.splitlines() if " ended: " in line]
+            tally.expect(len(told) == came, f"{came:g} requests came, and {len(told)} lines tell of them: {told[-3:]}")
 
 
 def _body(prompt: str) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.suites.kills import ALL, serves
 from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import ENDED_SECONDS, UNREADY_SECONDS, Served, serving, until_true
+from tests.suites.served import ENDED_SECONDS, PROBE, UNREADY_SECONDS, Served, serving, until_true
 from tests.suites.watch import Watch
 
 _ROUNDS = {Tier.T1: 1, Tier.T2: 10}
@@ -31,10 +32,11 @@ def run(tier: Tier, seed: int) -> SuiteReport:
 async def _run(tally: Tally, tier: Tier) -> None:
     with tiny_model() as model:
         for _ in range(_ROUNDS[tier]):
-            await _round(tally, model, _STEP_SECONDS[tier])
+            await _round(tally, model, tier)
 
 
-async def _round(tally: Tally, model: Path, seconds: float) -> None:
+async def _round(tally: Tally, model: Path, tier: Tier) -> None:
+    seconds = _STEP_SECONDS[tier]
     async with serving(model, "--step-seconds", str(seconds)) as served:
         watch = Watch(tally, served)
         await watch.begin(grammars=False)
@@ -43,6 +45,10 @@ async def _round(tally: Tally, model: Path, seconds: float) -> None:
             await watch.check("after the front stood still")
         with tally.case("engine"):
             await _engine(tally, served, seconds)
+    if tier is Tier.T2:
+        async with serving(model, port=served.port) as new:
+            due = (await ask(new.port, "/v1/completions", PROBE)).text
+            await serves(tally, new, due, ALL)
 
 
 async def _front(tally: Tally, served: Served, seconds: float) -> None:

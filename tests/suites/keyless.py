@@ -59,7 +59,7 @@ ODD_PATHS: Mapping[str, Callable[[str], str]] = {
     "trailing slash": lambda path: path + "/",
     "parameter": lambda path: path + ";x",
 }
-_PAIRS, _TRIES = {Tier.T1: 3334, Tier.T2: 10_000}, 3
+_PAIRS, _TRIES = 10_000, 3
 _SHUFFLES, _CHANCE = 200, 0.01
 _REFUSED = ("/v1/chat/completions", "/metrics", "/openapi.json", "/plugins")
 
@@ -73,9 +73,9 @@ def run(tier: Tier, seed: int) -> SuiteReport:
     asyncio.run(_run_server(tally, routes))
     with tally.case("the time of a refusal"):
         guards = Guards(Probe(), config(api_keys=(KEY, OTHER)))
-        chances = [_chance(tally.random, guards, _PAIRS[tier])]
+        chances = [_chance(tally.random, guards, _PAIRS)]
         while chances[-1] <= _CHANCE and len(chances) < _TRIES:
-            chances.append(_chance(tally.random, guards, _PAIRS[tier]))
+            chances.append(_chance(tally.random, guards, _PAIRS))
         tally.expect(chances[-1] > _CHANCE, f"a refusal's time tells how near the key is: {chances}")
     return tally.report()
 

@@ -38,8 +38,8 @@ _AT_START = {
 }
 _ROUNDS = {Tier.T1: 1, Tier.T2: 4}
 # Requests that each new server answers; the one after an engine that died in decode answers them all.
-_ALL = 500
-_SERVED = {Tier.T1: 20, Tier.T2: _ALL}
+ALL = 500
+_SERVED = {Tier.T1: 20, Tier.T2: ALL}
 _STREAMS = 16
 _EXIT_CODES = {"engine": {1}, "front": {-signal.SIGKILL}}
 
@@ -74,20 +74,20 @@ async def _one_after_the_other(tally: Tally, model: Path, cases: Sequence[tuple[
             async with serving(model, port=port) as served:
                 port = served.port
                 due = due or (await ask(port, "/v1/completions", PROBE)).text
-                await _serves(tally, served, due, _ALL if after == ("engine", "decode") else count)
+                await serves(tally, served, due, ALL if after == ("engine", "decode") else count)
                 after = target, moment
                 await kill(tally, served, target, moment)
     async with serving(model, port=port) as served:
-        await _serves(tally, served, due, count)
+        await serves(tally, served, due, count)
         served.signal(signal.SIGTERM)
         tally.expect(await served.exit_code(ENDED_SECONDS) == 0, "the last server did not end with 0")
         for fault in await served.left_faults():
             tally.fail(f"a server that ended well: {fault}")
 
 
-async def _serves(tally: Tally, served: Served, due: str, count: int) -> None:
+async def serves(tally: Tally, served: Served, due: str, count: int) -> None:
     """A server on the port of one that was killed answers, sixteen at a time; one that answers all is looked at too."""
-    watch = Watch(tally, served) if count == _ALL else None
+    watch = Watch(tally, served) if count == ALL else None
     if watch is not None:
         await watch.begin(grammars=False)
     for first in range(0, count, _STREAMS):

@@ -131,7 +131,13 @@ def test_an_engine_process_that_is_watched_tells_what_is_left_over(
     assert not list(tmp_path.iterdir())  # it works on
     driven.run()
     seen = json.loads((tmp_path / "engine.json").read_text())
-    assert (seen["faults"], seen["released"]) == ([], 2) and seen["slowest_step"] > 0
+    assert seen["faults"] == ["I3: 3 Request objects are left"]  # of the last step, and `held`
+    assert seen["released"] == 2
+    loop.ask()
+    driven.submit(9, [9], max_tokens=3)
+    driven.run()
+    seen = json.loads((tmp_path / "engine.json").read_text())
+    assert seen["faults"] == [] and seen["slowest_step"] > 0
     loop._leaving.append((held, 0))
     held.block_table += driven.engine.pool.allocate(1) or []
     assert [fault[:2] for fault in loop.seen()["faults"]] == ["I1", "I1", "I1"]

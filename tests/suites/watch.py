@@ -33,7 +33,7 @@ class Watch:
 
     Attributes:
         tally: learns of every fault.
-        released: requests that were aborted while they held blocks, all of which were free two steps later.
+        released: requests that were aborted while they held blocks, all of which were free within two steps.
     """
 
     def __init__(self, tally: Tally, served: Served, key: str = "") -> None:
@@ -57,15 +57,20 @@ class Watch:
         port = self.served.port
         grammar = {"structured_outputs": {"choice": ["a", "b"]}} if grammars else {}
         await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}, key=self._key) for _ in range(16)))
+        self._ask_for_looks("engine")
         found = await ask(port, "/v1/completions", PROBE, self._key)
         self._probe, self._used = found.text, _used(found.json["usage"])
-        self.tally.expect(self._used[1] == PROBE["max_tokens"], f"I12: the probe made {self._used} tokens")
+        ids = (await ask(port, "/tokenize", {"prompt": PROBE["prompt"]}, self._key)).json["tokens"]
+        counted = (len(ids), PROBE["max_tokens"])
+        self.tally.expect(self._used == counted, f"I12: the usage is {self._used}, not {counted}")
         await self.idle(10.0)
         self._before = await metrics(port, self._key)
         self._processes = len(self.served.processes())
         held = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
-        self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in held.items()}
-        self._ask_for_looks("front", "engine")
+        front = self.served.process.pid
+        held[front] = replace(held[front], threads=held[front].threads + _POOL_THREADS)
+        self._resources = held
+        self._ask_for_looks("front")
         await self._look("engine")  # what the warm-up left does not count
         self._held = await self._look("front")
 
@@ -110,6 +115,7 @@ class Watch:
         names = ("hookline:num_requests_running", "hookline:num_requests_waiting")
         for fault in metrics_faults(_stable(self._before), _stable(now), ledger=0, load=names):
             tally.fail(f"{label}: {fault}")
+        self._before = now
         tally.expect(served.process.poll() is None, f"{label}: the HTTP process has ended")
         lasting = {process.pid for process in served.lasting()}
         tally.expect(lasting == self._resources.keys(), f"{label}: a process was replaced: {lasting}")
@@ -145,7 +151,7 @@ class Watch:
         return found
 
     async def _check_inside(self, label: str) -> None:
-        """What the processes see of themselves: I1 to I4 and I13 of the engine, I3 and I5 of the front."""
+        """What the processes see of themselves: I1 to I4, I13, I14 of the engine, I3, I5, I10, I14 of the front."""
         engine = await self._look("engine")
         self.released += engine["released"]
         for fault in engine["faults"]:
@@ -153,7 +159,8 @@ class Watch:
         self._ask_for_looks("front")
         for kind, held in (await self._look("front")).items():
             more = {name: count for name, count in held.items() if count > self._held[kind].get(name, 0)}
-            self.tally.expect(not more, f"{label}: I3, I5: {kind} were {self._held[kind]} and are more: {more}")
+            what = f"{label}: I3, I5, I10, I14: {kind} were {self._held[kind]} and are more: {more}"
+            self.tally.expect(not more, what)
 
     def _strangers(self) -> list[str]:
         """Where processes of the server are connected to, beyond this machine."""

@@ -1,26 +1,46 @@
 """An engine process that looks at itself when it is asked: what of I1 to I4 and I13 shows from within alone.
 
-SIGUSR1 asks, and the answer is there when nothing runs any more, in a file of the folder that the environment names.
+SIGUSR1 asks, and the answer is there when nothing runs any more after another step, in a file of the folder that the
+environment names.
+Where the environment says so, steps are scheduled ahead, as on a GPU: then requests have slots, and blocks are held
+until the steps in flight are over.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hookline.serving.process import engine_process, messages
-from tests.suites.watched_front import tell
+from tests.suites.watched_front import Outside, tell
 
 if TYPE_CHECKING:  # what takes long to import comes when the engine's own has come
     from hookline import Engine
     from hookline.scheduling.request import Request
 
+# Of the environment: set where steps are to be scheduled ahead.
+AHEAD = "SUITE_AHEAD"
 # I13: while anything waits or runs.
 _STEP_SECONDS = 30.0
 # Steps between the arrival of an abort and the release of its blocks.
 _RELEASE_STEPS = 2
+# Requests whose objects an engine keeps until its next step: those of the last ones.
+_KEPT = 2
+
+
+class WatchedChannel(engine_process.Channel):
+    """The engine's end of the sockets, which changes the configuration on its way."""
+
+    def receive(self, seconds: float) -> Iterator[messages.ToEngine]:
+        for message in super().receive(seconds):
+            if isinstance(message, messages.Start) and os.environ.get(AHEAD):
+                message = messages.Start(dataclasses.replace(message.config, overlap=True))
+            yield message
 
 
 class WatchedLoop(engine_process.EngineLoop):
@@ -31,28 +51,32 @@ class WatchedLoop(engine_process.EngineLoop):
 
         super().__init__(engine, channel)
         self._census = Census()
-        self._asked = False
+        self._outside: Outside | None = None
+        self._asked: int | None = None
         self._leaving: list[tuple[Request, int]] = []
         self._released = self._slowest_release = 0
         self._slowest_step = 0.0
 
     def run(self) -> None:
+        self._outside = Outside()
         signal.signal(signal.SIGUSR1, self.ask)
         super().run()
 
     def ask(self, *_: object) -> None:
-        """Has it look at itself at its next rest."""
-        self._asked = True
+        """Has it look at itself when it rests after another step: until then it keeps what the last ones were of."""
+        self._asked = self._steps
 
     def turn(self) -> None:
         super().turn()
-        if self._asked and not self._engine.has_work and not self._held:
-            self._asked = False
+        asked = self._asked is not None and self._steps > self._asked
+        if asked and not self._engine.has_work and not self._held:
+            self._asked = None
             tell("engine", self.seen())
 
     def _take(self, command: messages.ToEngine) -> None:
         request_id = self._ids.get(command.number) if isinstance(command, messages.Abort) else None
-        left = [] if request_id is None else self._engine._outputs.unfinished(request_id)
+        known = [] if request_id is None else self._engine._outputs.unfinished(request_id)
+        left = [request for request in known if request.block_table]
         super()._take(command)
         self._leaving += [(request, self._steps) for request in left]
         self._follow()
@@ -76,7 +100,9 @@ class WatchedLoop(engine_process.EngineLoop):
         """What is wrong at rest, and what the slowest took since the last look."""
         from tests.suites.invariants import engine_faults
 
-        faults = engine_faults(self._engine) + self._census.faults(self._engine.config.max_running)
+        faults = engine_faults(self._engine) + self._census.faults(_KEPT)
+        if self._outside is not None:
+            faults += [f"I14: the engine {deed}" for deed in self._outside.deeds]
         if self._ids or self._numbers:
             faults.append(f"I3: the loop still knows {len(self._ids)} requests")
         if self._leaving:
@@ -93,4 +119,5 @@ class WatchedLoop(engine_process.EngineLoop):
 
 if __name__ == "__main__":
     engine_process.EngineLoop = WatchedLoop  # type: ignore[misc]
+    engine_process.Channel = WatchedChannel  # type: ignore[misc]
     sys.exit(engine_process.main(sys.argv[1], int(sys.argv[2])))

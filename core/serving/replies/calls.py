@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # Steps by which the reader of many answers may be behind, whatever `Limits.reader_values` says.
 _STEPS_BEHIND = 32
+# That a client has at least to read what the engine has done with.
+_READ_SECONDS = 1.0
 
 
 def shutting_down() -> ApiError:
@@ -110,14 +113,15 @@ class RunningCall:
 
     Attributes:
         unfinished: continuations whose end has not been taken.
-        admitted: continuations that `Calls` has let in, and that the engine has not ended.
+        answers: continuations that it asks for.
+        admitted: those that `Calls` has let in, and that the engine has not ended.
         end: ends the work of a call from outside.
         free_place: tells `Calls` that the engine has ended one of them, whenever its client takes it.
     """
 
     def __init__(self, call: ValidatedCall, most_values: int) -> None:
         self.call = call
-        self.unfinished = sum(prompt.params.n for prompt in call.prompts)
+        self.answers = self.unfinished = sum(prompt.params.n for prompt in call.prompts)
         self.admitted = 0
         self.end: Callable[[Exception], None] = _nothing_to_end
         self.free_place: Callable[[RunningCall], None] = _no_place_to_free
@@ -236,6 +240,9 @@ def _fault(delta: OutputDelta, prompt: ValidatedRequest) -> ApiError:
 class Calls:
     """All calls of the server that are at work: lets new ones in, and can end them all.
 
+    A client who reads slowly what the engine has done with takes no place from others. If more such answers lie here
+    than may be in the engine, the calls that have lain for longest are dropped.
+
     Args:
         limits: `waiting` and the deadlines count.
     """
@@ -243,7 +250,10 @@ class Calls:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._clocks: set[CallClock] = set()
-        self._open = 0  # continuations in the engine; who reads slowly what it has done keeps nobody out
+        self._open = 0  # continuations in the engine
+        self._most = 0  # that may be there
+        self._unread: dict[RunningCall, float] = {}  # since when the engine has done with a call, the oldest first
+        self._unread_answers = 0
 
     def __len__(self) -> int:
         return len(self._clocks)
@@ -271,12 +281,28 @@ class Calls:
                 code="queue_full", retry_after=RETRY_SECONDS,
             )  # fmt: skip
         self._open += wanted
+        self._most = most
         running.admitted = wanted
-        running.free_place = self._free_places
+        running.free_place = self._free_place
 
-    def _free_places(self, running: RunningCall, count: int = 1) -> None:
-        self._open -= count
-        running.admitted -= count
+    def _free_place(self, running: RunningCall) -> None:
+        """The engine has done with one continuation."""
+        self._open -= 1
+        running.admitted -= 1
+        if not running.admitted:
+            self._unread[running] = time.monotonic()
+            self._unread_answers += running.answers
+            if self._unread_answers > self._most:
+                self._drop_slowest()
+
+    def _drop_slowest(self) -> None:
+        """Ends the calls that have lain for longest, until no more answers are unread than may be."""
+        excess, now = self._unread_answers - self._most, time.monotonic()
+        for running, since in self._unread.items():
+            if excess <= 0 or now - since < _READ_SECONDS:
+                return
+            excess -= running.answers
+            running.end(ClientGone("the client takes too little, and others need the room"))
 
     @asynccontextmanager
     async def work(self, running: RunningCall, receive: Receive) -> AsyncIterator[None]:
@@ -289,7 +315,10 @@ class Calls:
             finally:
                 running.abort()
                 self._clocks.discard(clock)
-                self._free_places(running, running.admitted)
+                self._open -= running.admitted
+                running.admitted = 0
+                if self._unread.pop(running, None) is not None:
+                    self._unread_answers -= running.answers
 
 
 async def compile_grammars(call: ValidatedCall, grammars: GrammarCompiler) -> dict[GrammarSpec, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from hookline.errors import InvalidRequestError, ServerError
 from hookline.scheduling.output import OutputDelta, Timing
 from hookline.serving.limits import Limits
+from hookline.serving.replies import calls
 from hookline.serving.replies.calls import shutting_down
 from hookline.serving.requests.validated import ValidatedRequest
 from hookline.tokenizer import Tokenizer
@@ -110,10 +112,35 @@ def test_who_does_not_take_what_the_engine_has_done_keeps_nobody_out(tokenizer: 
                 await third.done()
             first.leave()
             await first.done()
-        assert rig.front.calls._open == 0
+        assert rig.front.calls._open == rig.front.calls._unread_answers == 0
         return [refused.status, second.status, third.status]
 
     assert asyncio.run(run()) == [429, 200, 200]
+
+
+def test_of_many_who_read_nothing_those_who_came_first_are_dropped(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(seconds: float) -> list[bool]:
+        monkeypatch.setattr(calls, "_READ_SECONDS", seconds)
+        rig = Rig(tokenizer, limits=Limits(waiting=0, reader_seconds=60.0), max_running=2)
+        async with AsyncExitStack() as stack:
+            slow = list[Reply]()
+            for number in range(4):
+                slow.append(await stack.enter_async_context(rig.call("/v1/completions", BODY | {"stream": True})))
+                answer = await rig.engine.answer(number)
+                slow[-1].taking.clear()
+                answer.feed(delta("Hello", "stop"))
+                await asyncio.sleep(0.01)
+            ended = [reply.task.done() for reply in slow]
+            for reply in slow:
+                reply.leave()
+                await reply.done()
+        assert rig.front.calls._open == rig.front.calls._unread_answers == 0
+        return ended
+
+    assert asyncio.run(run(0.0)) == [True, True, False, False]
+    assert asyncio.run(run(60.0)) == [False] * 4
 
 
 def test_a_call_that_could_never_be_let_in_is_told_so(tokenizer: Tokenizer) -> None:
