@@ -5,6 +5,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # A tenth of pip's time for so many packages; torch stays with pip, which knows where this machine has one.
 UV := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python -c constraints.txt
 PLUGINS := $(foreach plugin,$(wildcard plugins/*),-e $(plugin))
+# One more than processors: the reliability suites wait for deadlines now and then. Other packages' plugins of pytest
+# take seconds to import, and none of them is used.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-test
 
@@ -14,7 +17,7 @@ demo: $(READY)
 	$(BIN)/engine generate "What is the capital of France?"
 
 test: lint browser
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --disable-plugin-autoload -p xdist.plugin
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check .

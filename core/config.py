@@ -206,6 +206,7 @@ class EngineConfig:
             `uniform` each token's experts are random, with `correlated` the tokens of a request mostly share theirs.
         speculative: propose and verify drafts; None decodes one token a step. Steps wait for the
             host then, but those that verify a model's own drafts exactly: see `execution/unified_runner.py`.
+        tensor_parallel_size: devices that share each layer; 1 is all that there is so far.
         seed: seeds random weights, and requests that bring no seed of their own.
         offline: never reach the network.
         plugins: which plugins may be used.
@@ -226,6 +227,7 @@ class EngineConfig:
     prefix_caching: bool = True
     expert_routing: ExpertRouting = "natural"
     speculative: SpeculativeConfig | None = None
+    tensor_parallel_size: int = 1
     seed: int = 0
     offline: bool = False
     plugins: PluginOptions = PluginOptions()
@@ -255,6 +257,10 @@ class EngineConfig:
                 object.__setattr__(self, name, parse_memory(value, name))
         if not isinstance(self.speculative, SpeculativeConfig | None):
             raise UsageError(f"speculative is {self.speculative!r:.80}", hint="Give a SpeculativeConfig.")
+        if type(self.tensor_parallel_size) is not int or self.tensor_parallel_size != 1:
+            raise UsageError(
+                f"tensor_parallel_size is {self.tensor_parallel_size!r:.80}", hint="A model runs on one device: give 1."
+            )
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed!r}", hint="Give seed a whole number from 0 to 2**63 - 1.")
 

@@ -66,5 +66,13 @@ def test_what_is_on_or_off_is_no_text_or_number(name: str, value: object) -> Non
     assert EngineConfig("model", **{name: False}) != EngineConfig("model", **{name: True})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [0, 2, True, "1", 1.0, None])
+def test_one_device_is_all_that_there_is(value: Any) -> None:
+    with pytest.raises(UsageError, match="tensor_parallel_size is") as caught:
+        EngineConfig("model", tensor_parallel_size=value)
+    assert "give 1" in str(caught.value.hint)
+    assert EngineConfig("model", tensor_parallel_size=1).tensor_parallel_size == 1
+
+
 def test_an_engine_process_is_not_told_the_keys_of_clients() -> None:
     assert engine_environment({"A": "1", "HOOKLINE_API_KEYS": "secret-key"}) == {"A": "1"}

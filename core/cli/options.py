@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ENGINE_DEFAULTS = MappingProxyType({entry.name: entry.default for entry in dataclasses.fields(EngineConfig)})
 _ENGINE_FIELDS = (
     *("dtype", "device", "load_format", "max_model_len", "max_batch_tokens", "max_running"),
-    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "expert_routing", "offline"),
+    *("block_size", "memory", "kv_cache_memory", "prefix_caching", "expert_routing", "tensor_parallel_size", "offline"),
 )
 _SAMPLING_FIELDS = tuple(entry.name for entry in dataclasses.fields(SamplingParams))
 
@@ -100,6 +100,12 @@ _ENGINE_OPTIONS = (
         flag_value=False,
         default=True,
         help="Do not reuse the cache of earlier requests with the same beginning.",
+    ),
+    _engine_option(
+        "tensor_parallel_size",
+        metavar="COUNT",
+        type=_COUNT,
+        help="Devices that share each layer; 1 is all that there is so far.",
     ),
     click.option("--offline", is_flag=True, help="Never reach the network; a model that is not there is refused."),
 )

@@ -24,10 +24,10 @@ from tests.suites.rig import tiny_model
 from tests.suites.served import Served, serving
 from tests.suites.watch import Watch
 
-_PLANNED = {Tier.T1: 2_000, Tier.T2: 172_800}
+_PLANNED = {Tier.T1: 1_000, Tier.T2: 172_800}
 # Servers one after the other; the next one comes when the engine of the last has been killed.
 _LIVES = {Tier.T1: 1, Tier.T2: 3}
-_CHECK_EVERY = {Tier.T1: 1_000, Tier.T2: 5_000}
+_CHECK_EVERY = {Tier.T1: 500, Tier.T2: 5_000}
 _TOGETHER = 24
 # Of every twenty requests.
 _MIX = (*("normal",) * 12, *("abort",) * 3, *("invalid",) * 2, "grammar", "several", "over-long")

@@ -19,7 +19,7 @@ from tests.suites.raw_client import Reply, Told, ask, stream
 from tests.suites.report import Tally
 from tests.suites.served import PROBE, SCAN_AGAIN, Served, load, metric, metrics, until, until_true
 
-# Threads that asyncio makes for large bodies when they come, and keeps.
+# Threads that asyncio makes for large bodies when they come, and torch for large batches; they stay.
 _POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 # Seconds until a process has looked at itself; the engine does when nothing runs, and wakes once a second.
 _LOOK_SECONDS = 5.0
@@ -67,9 +67,7 @@ class Watch:
         self._before = await metrics(port, self._key)
         self._processes = len(self.served.processes())
         held = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
-        front = self.served.process.pid
-        held[front] = replace(held[front], threads=held[front].threads + _POOL_THREADS)
-        self._resources = held
+        self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in held.items()}
         self._ask_for_looks("front")
         await self._look("engine")  # what the warm-up left does not count
         self._held = await self._look("front")
