@@ -29,8 +29,8 @@ from tests.suites.watch import Watch
 
 _TARGETS = ("engine", "front")
 _MOMENTS = ("start", "idle", "prefill", "decode", "drain")
-# At T1 not all: the front's death is the same for the engine whatever it does.
-_CUT = (("front", "idle"), ("front", "prefill"), ("front", "drain"))
+# At T1 not all: the front's death is the same for the engine whatever it does, and an idle engine's has nobody to tell.
+_CUT = (("front", "idle"), ("front", "prefill"), ("front", "drain"), ("engine", "idle"))
 # Seconds from when the engine's process is there to the kill: at once, and while it loads.
 _AT_START = {
     Tier.T1: (("engine", 1.0), ("front", 0.0)),
