@@ -75,7 +75,7 @@ class GrammarVocabulary:
         self._tabs = self._that(spelled, lambda spelling: b"\t" in spelling)
         self.blank_ids = frozenset(token_id for token_id, spelling in enumerate(spelled) if spelling.isspace())
         self.blanks = self.pack(self.blank_ids)
-        # Behind a token that ends in the first byte, no token may come that begins with a second one.
+        # Behind a token that ends in byte ED none may come that begins with A0 to BF.
         self.lead_ids = frozenset(n for n, spelling in enumerate(spelled) if spelling.endswith(_SURROGATE_LEAD))
         self.surrogate_rests = self._that(spelled, lambda spelling: bool(_SURROGATE_REST.match(spelling)))
         self.info = xgrammar.TokenizerInfo(
