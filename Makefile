@@ -4,12 +4,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # A tenth of pip's time for so many packages; torch stays with pip, which knows where this machine has one.
 UV := $(BIN)/python -m uv pip install --quiet --python $(BIN)/python -c constraints.txt
+PACKAGES := $(notdir $(patsubst %/,%,$(dir $(wildcard plugins/*/*/__init__.py))))
 PLUGINS := $(foreach plugin,$(wildcard plugins/*),-e $(plugin))
 # One more than processors: the reliability suites wait for deadlines now and then. Other packages' plugins of pytest
 # take seconds to import, and none of them is used.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-test
+
+# Debian's packages come while pip's do.
+MAKEFLAGS += -j2
 
 .PHONY: demo test lint gpu-test soak bench browser clean
 
@@ -22,8 +26,7 @@ test: lint browser
 lint: $(TEST_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p hookline -p hookline_kernels
-	$(BIN)/mypy -p hookline_llama -p hookline_mixtral -p hookline_qwen2_moe -p hookline_glm5_2_mtp
+	$(BIN)/mypy $(foreach package,hookline hookline_kernels $(PACKAGES),-p $(package))
 
 gpu-test: $(TEST_READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu
