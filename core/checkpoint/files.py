@@ -79,7 +79,10 @@ def read_bytes(folder: Path, name: str, max_bytes: int = _MAX_JSON_BYTES) -> byt
     size = regular_size(path)
     if size > max_bytes:
         raise CheckpointError(f"{folder / name} has {size:,} bytes; at most {max_bytes:,} are read")
-    return path.read_bytes()
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def read_json_object(folder: Path, name: str, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -264,9 +264,10 @@ class _Console:
             self._display(stage.done, stage.total)
 
     def say(self, text: str) -> None:
-        """Prints lines, below all progress."""
+        """Prints lines, below all progress; who cannot be told, such as a full disk, ends no server."""
         self.close()
-        click.echo(text, err=True)
+        with suppress(OSError):
+            click.echo(text, err=True)
 
     def close(self) -> None:
         """Takes the progress away; it does not come again."""

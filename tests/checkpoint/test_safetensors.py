@@ -230,6 +230,22 @@ def test_side_files_may_not_lead_out(tmp_path: Path, name: str) -> None:
         _ = SafetensorsReader(folder).tokenizer_source
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_side_files_that_cannot_be_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / name).write_text(json.dumps(CONFIG))
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:  # a mode would not keep root from reading
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*Permission denied"):
+        _ = SafetensorsReader(folder).tokenizer_source
+
+
 def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     plain = write_folder(tmp_path / "plain")
     repository = tmp_path / "models--org--name"

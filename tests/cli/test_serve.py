@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -142,6 +143,14 @@ def test_ready_text() -> None:
     assert "ready after 1.3 s (importing 1.0 s, loading 0.3 s)" in text
     for part in ("tiny", "hookline-tiny 1.0", "cpu", "float32", "4,096", "1,024", "16,384", "http://127.0.0.1:8000"):
         assert part in text
+
+
+def test_what_cannot_be_said_keeps_nobody_from_being_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def echo(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.click, "echo", echo)
+    module._Console().say("Serving on nothing")
 
 
 @pytest.mark.parametrize(("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", (KEY,), False)])

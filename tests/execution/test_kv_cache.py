@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from hookline.errors import NotEnoughMemoryError
 from hookline.execution.kv_cache import allocate_cache
 from hookline.model import CacheSpec
 
@@ -35,3 +37,9 @@ def test_a_large_cache_is_not_resident_until_written() -> None:
     assert resident() - before < 16 * 2**20
     cache["kv"][0]["k"][7].fill_(1.0)
     assert float(cache["kv"][0]["k"].sum()) == 16 * 8 * 64
+
+
+def test_a_cache_that_there_is_no_room_for_is_said() -> None:
+    specs = [CacheSpec("kv", 4, (("k", (8, 64)),), torch.float32)]
+    with pytest.raises(NotEnoughMemoryError, match=r"no room on cpu for the planned cache of"):
+        allocate_cache(specs, 2**36, 16, torch.device("cpu"))

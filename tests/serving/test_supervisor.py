@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from hookline.serving.supervisor import Stops, Supervisor, http_server
 from tests.serving.fakes import FakeEngine, Rig, delta, make_facts
 from tests.serving.wire import PATIENCE, Answer, Wire, free_listener
 
+ENDS = (signal.SIGTERM, signal.SIGINT)
 BODY = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5, "stream": True}).encode()
 
 
@@ -250,3 +252,54 @@ def test_a_start_that_fails_is_raised(at: str) -> None:
             assert at == "start" or server.engine.closed
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Signals that reached nobody else: whoever should have taken them, or left them aside, did not."""
+    found: list[int] = []
+    before = {number: signal.signal(number, lambda got, _: found.append(got)) for number in ENDS}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in ENDS]
+
+
+def test_signals_are_counted_while_somebody_listens(heard: list[int]) -> None:
+    async def run() -> None:
+        stops = Stops()
+        with stops.listening():
+            assert not stops.first.is_set()
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait_for(stops.first.wait(), PATIENCE)
+            assert not stops.second.is_set()
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.wait_for(stops.second.wait(), PATIENCE)
+        # What was there before is gone: hence `ignore`.
+        assert handlers() == [signal.SIG_DFL, signal.default_int_handler]
+
+    asyncio.run(run())
+    assert heard == []
+
+
+def test_behind_the_end_signals_end_nothing(heard: list[int]) -> None:
+    async def run() -> None:
+        stops = Stops()
+        with stops.listening():
+            pass
+        stops.ignore()
+        assert handlers() == [signal.SIG_IGN] * 2
+        for number in ENDS:
+            signal.raise_signal(number)
+        assert not stops.first.is_set()
+
+    loops = http_server(make_app(Rig().front, []), Limits(), 1).config.get_loop_factory()
+    with asyncio.Runner(loop_factory=loops) as runner:  # as `server.serve` has it; it sets handlers itself
+        runner.run(run())
+    assert handlers() == [signal.SIG_IGN] * 2
+    for number in ENDS:
+        signal.raise_signal(number)
+    assert heard == []

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.glm5_2.models import GOLDEN_MODEL
-from tests.suites.raw_client import Connection, Told, ask
+from tests.suites.raw_client import Connection, Reply, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import Served, load, metric, metrics, serving, until_true
@@ -56,7 +56,7 @@ async def _run(tally: Tally, tier: Tier) -> None:
             await watch.check("those alone")
             await _queued(tally, served)
             await watch.check("those in the queue")
-            await _waves(tally, watch, served, count - alone - _TOGETHER - drafted)
+            await _waves(watch, count - alone - _TOGETHER - drafted)
             after = await metrics(served.port)
             tally.event("preemptions", _grown(before, after, "num_preemptions_total"))
             gone = {"finished_reason": "client_gone"}
@@ -73,7 +73,7 @@ async def _drafts(tally: Tally, drafter: str, model: Path, options: Sequence[str
         watch = Watch(tally, served)
         await watch.begin()
         before, left = await metrics(served.port), tally.cases
-        await _waves(tally, watch, served, count)
+        await _waves(watch, count)
         after = await metrics(served.port)
         tally.event(f"accepted drafts, {drafter}", _grown(before, after, "spec_decode_num_accepted_tokens_total"))
         tally.event("released within 2 steps", watch.released)
@@ -100,7 +100,7 @@ async def _alone(tally: Tally, served: Served, count: int) -> None:
             body["guided_regex"] = f"(a|b{number}){{1,200}}c"
         with tally.case(f"alone {number}"):
             done = metric(await metrics(port), "iteration_tokens_total_sum")
-            connection, told = Connection(port), Told()
+            connection = Connection(port)
             await connection.open()
             connection.send("POST", "/v1/completions", body)
             await asyncio.sleep(0.005 if compiles else pause)
@@ -112,7 +112,6 @@ async def _alone(tally: Tally, served: Served, count: int) -> None:
             tally.event("left inside a prefill", inside)
             if not compiles:  # on to where prefills end, from either side
                 pause = max(0.001, pause * (0.8 if made >= len(body["prompt"]) else 1.2 if not made else 1.0))
-            tally.expect(not told.events, f"alone {number}: {told}")
 
 
 async def _queued(tally: Tally, served: Served) -> None:
@@ -145,17 +144,17 @@ async def _rests(port: int) -> bool:
     return await until_true(holds, 2.0)
 
 
-async def _waves(tally: Tally, watch: Watch, served: Served, count: int) -> None:
+async def _waves(watch: Watch, count: int) -> None:
     """Waves of streams, of which a part survives and must say what it says alone."""
-    port, rng = served.port, tally.random
+    tally, port, rng = watch.tally, watch.served.port, watch.tally.random
     kinds = [_kind(rng) for _ in range(12)]
-    alone = [await _texts(port, kind) for kind in kinds]
+    alone = [await _texts(watch, kind) for kind in kinds]
     left = wave = 0
     while left < count:
         leavers = min(count - left, _TOGETHER * 3 // 4)
         chosen = [rng.randrange(len(kinds)) for _ in range(_TOGETHER // 4)]
-        works = [_survive(tally, served, kinds[number], alone[number]) for number in chosen]
-        works += [_leave(tally, served, random.Random(rng.randrange(2**60))) for _ in range(leavers)]
+        works = [_survive(watch, kinds[number], alone[number]) for number in chosen]
+        works += [_leave(watch, random.Random(rng.randrange(2**60))) for _ in range(leavers)]
         rng.shuffle(works)
         await asyncio.gather(*works)
         left, wave = left + leavers, wave + 1
@@ -174,20 +173,22 @@ def _kind(rng: random.Random) -> dict[str, Any]:
     return {"temperature": 0, "seed": rng.randrange(2**40), **body}
 
 
-async def _texts(port: int, body: dict[str, Any]) -> list[tuple[str, str]]:
+async def _texts(watch: Watch, body: dict[str, Any]) -> list[tuple[str, str]]:
     """Text and finish reason of each choice, not streamed."""
-    reply = await ask(port, "/v1/completions", body)
+    reply = await ask(watch.served.port, "/v1/completions", body)
+    watch.reply(f"{body}", reply)
     if reply.status != 200:
         raise RuntimeError(f"{body} is refused: {reply.body!r:.300}")
     return [(choice["text"], choice["finish_reason"]) for choice in reply.json["choices"]]
 
 
-async def _survive(tally: Tally, served: Served, body: dict[str, Any], due: Sequence[tuple[str, str]]) -> None:
-    told = Told()
-    async with Connection(served.port) as connection:
+async def _survive(watch: Watch, body: dict[str, Any], due: Sequence[tuple[str, str]]) -> None:
+    tally, told = watch.tally, Told()
+    async with Connection(watch.served.port) as connection:
         sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
         connection.send("POST", "/v1/completions", sent)
         await connection.follow(told)
+    watch.reply(f"{body}", told)
     found = [(told.text(index), told.finish.get(index)) for index in range(len(due))]
     tally.expect(found == list(due), f"{body} gives {found} among others, alone {due}: {told.error or told.broken}")
     used = (told.usage or {}).get("completion_tokens", 0)
@@ -197,9 +198,9 @@ async def _survive(tally: Tally, served: Served, body: dict[str, Any], due: Sequ
     tally.event("survivors")
 
 
-async def _leave(tally: Tally, served: Served, rng: random.Random) -> None:
+async def _leave(watch: Watch, rng: random.Random) -> None:
     """One that goes before it has got all."""
-    moment, way = rng.choice(_MOMENTS), rng.choice(_WAYS)
+    tally, moment, way = watch.tally, rng.choice(_MOMENTS), rng.choice(_WAYS)
     n = rng.choice([1, 1, 1, 3])
     prompt: Any = rng.choice([rng.choice(_PROMPTS), _long(rng)])
     most = 30 if way == "half-close" else 150  # who only half leaves may get all of it
@@ -209,7 +210,7 @@ async def _leave(tally: Tally, served: Served, rng: random.Random) -> None:
     streamed = moment != "not streamed"
     began = time.monotonic()
     with tally.case(f"{moment}, {way}, {body!r:.200}"):
-        connection, told = Connection(served.port), Told()
+        connection, told = Connection(watch.served.port), Told()
         await connection.open()
         connection.send("POST", "/v1/completions", {**body, "ignore_eos": True, "stream": streamed})
         if moment.startswith("after"):
@@ -218,24 +219,22 @@ async def _leave(tally: Tally, served: Served, rng: random.Random) -> None:
             tally.expect(told.status in (0, 200), f"{moment}: {told}")
         else:
             await asyncio.sleep(rng.choice([0.0, 0.01, 0.1]))
-        await _go(way)(connection)
+        await _go(watch, way, connection, told)
+        watch.reply(f"left {moment} by {way}", told)
         tally.event(f"left {moment}")
         tally.event(f"left by {way}")
         tally.event("left with n > 1", n > 1)
         tally.expect(time.monotonic() - began < 30, f"{moment}: it took {time.monotonic() - began:.0f} s")
 
 
-def _go(way: str) -> Callable[[Connection], Any]:
-    async def close(connection: Connection) -> None:
-        connection.close()
-
-    async def reset(connection: Connection) -> None:
+async def _go(watch: Watch, way: str, connection: Connection, told: Told) -> None:
+    if way == "reset":
         connection.reset()
-
-    async def half_close(connection: Connection) -> None:
-        """The server may end the answer, or end with it; it must not wait for more."""
+        return
+    if way == "half-close":  # the server may end the answer, or end with it; it must not wait for more
         connection.half_close()
-        await connection.drain(10.0)
-        connection.close()
-
-    return {"close": close, "reset": reset, "half-close": half_close}[way]
+        if not told.status:  # no head of it has been read
+            await asyncio.wait_for(connection.follow(told), 10.0)
+        rest = await connection.drain(10.0)
+        watch.reply("the rest for who left by half-close", Reply(told.status, told.headers, rest))
+    connection.close()

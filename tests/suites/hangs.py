@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
-from tests.suites.kills import ALL, serves
-from tests.suites.raw_client import Connection, Told, ask
+from tests.suites.kills import ALL, first_text, serves, unready
+from tests.suites.raw_client import Connection, Told
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import ENDED_SECONDS, PROBE, UNREADY_SECONDS, Served, serving, until_true
-from tests.suites.watch import Watch
+from tests.suites.served import ENDED_SECONDS, UNREADY_SECONDS, Served, serving, until_true
+from tests.suites.watch import Watch, judge
 
 _ROUNDS = {Tier.T1: 1, Tier.T2: 10}
 _STEP_SECONDS = {Tier.T1: 2.0, Tier.T2: 30.0}
@@ -47,8 +46,7 @@ async def _round(tally: Tally, model: Path, tier: Tier) -> None:
             await _engine(tally, served, seconds)
     if tier is Tier.T2:
         async with serving(model, port=served.port) as new:
-            due = (await ask(new.port, "/v1/completions", PROBE)).text
-            await serves(tally, new, due, ALL)
+            await serves(tally, new, await first_text(tally, new.port), ALL)
 
 
 async def _front(tally: Tally, served: Served, seconds: float) -> None:
@@ -57,6 +55,7 @@ async def _front(tally: Tally, served: Served, seconds: float) -> None:
     async with Connection(served.port) as connection:
         connection.send("POST", "/v1/completions", body)
         await connection.follow(told, 5)
+        judge(tally, "the front stands still", told)
         served.signal(signal.SIGSTOP)
         tally.event("front stopped")
         await asyncio.sleep(seconds + 1.0)
@@ -85,9 +84,8 @@ async def _engine(tally: Tally, served: Served, seconds: float) -> None:
     engine.suspend()
     began = time.monotonic()
     tally.event("engine stopped")
-    with suppress(OSError, EOFError):
-        unready = await until_true(lambda: _unready(port), UNREADY_SECONDS + 0.5)
-        tally.expect(unready, "Q7: still ready after 5 s")
+    told_in_time = await until_true(lambda: unready(tally, port), UNREADY_SECONDS + 0.5)
+    tally.expect(told_in_time, "Q7: still ready after 5 s")
     code = await served.exit_code(seconds + _TOLERANCE + ENDED_SECONDS)
     late = time.monotonic() - began - seconds
     tally.event("ended at the deadline", f"no sign of life for {seconds:g} s" in served.said)
@@ -96,11 +94,8 @@ async def _engine(tally: Tally, served: Served, seconds: float) -> None:
     _, waiting = await asyncio.wait(followers, timeout=ENDED_SECONDS)
     tally.expect(not waiting, f"Q7: {len(waiting)} streams have not ended")
     for one in told:
+        judge(tally, "the engine stands still", one, injected=True)
         tally.expect(one.ended, f"Q6: a stream ended with {one}")
         tally.event("streams that were told", one.error is not None)
     for fault in await served.left_faults():
         tally.fail(fault)
-
-
-async def _unready(port: int) -> bool:
-    return (await ask(port, "/readyz")).status == 503

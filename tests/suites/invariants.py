@@ -1,8 +1,8 @@
 """What must hold after every suite, whatever it did. Each function gives the faults that it finds, as texts.
 
 For an engine in this process: `idle_faults` (I1 to I4), `Probe` (I6), and I13, which `DrivenLoop.run` watches.
-For a server: `engine_faults` and `Census` in its engine process (I1 to I4), `Resources` (I5), `serving_faults` (I7),
-`leak_faults` (I8), `status_faults` (I9), `metrics_faults` (I10).
+For a server: `engine_faults` and `Census` in its engine process (I1 to I4), `Resources` (I5), `reply_faults` of
+`leak_faults` (I8) and `status_faults` (I9), `metrics_faults` (I10).
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,12 +21,16 @@ from hookline import Engine
 from hookline.execution.device_runner import DeviceRunner
 from hookline.execution.sampling_state import SamplingState
 from hookline.scheduling.request import Request
+from tests.suites.raw_client import Reply, Told
 
 if TYPE_CHECKING:  # an engine process that is watched needs none of a rig
     from tests.suites.rig import DrivenLoop
 
-# What shows that a text was made for us and not for a client. Paths have two parts at least.
-_LEAKS = re.compile(r"Traceback|File \"|0x[0-9a-f]{6,}|(?<![\w.:/~])/(?:[\w.-]+/)+[\w.-]+\.(?:py|so|json|safetensors)")
+# What shows that a text was made for us and not for a client. Paths have two parts at least; JSON escapes quotes.
+_LEAKS = re.compile(
+    r"Traceback|File \\?\"|0x[0-9a-f]{6,}|(?<![\w.:/~])/(?:[\w.-]+/)+[\w.-]+\.(?:py|so|json|safetensors)"
+)
+# Seconds of a normal request, at most (I7).
 SLOWEST = 2.0
 
 
@@ -141,16 +143,18 @@ class Resources:
         return [f"I5: {name} were {before} and are {after}" for name, before, after in pairs if after > before]
 
 
-async def serving_faults(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> list[str]:
-    """I7: a normal request is answered in time, and the server calls itself ready."""
-    began = time.monotonic()
-    answer = await client.post(path, json=body, timeout=30.0)
-    seconds = time.monotonic() - began
-    ready = await client.get("/readyz", timeout=5.0)
-    faults = [] if answer.status_code == 200 else [f"I7: a normal request got {answer.status_code}"]
-    if seconds > SLOWEST:
-        faults.append(f"I7: a normal request took {seconds:.1f} s")
-    return faults if ready.status_code == 200 else [*faults, f"I7: ready is {ready.status_code}"]
+def reply_faults(reply: Reply | Told, *, injected: bool = False) -> list[str]:
+    """I8 and I9 of an answer, or of as much of a stream as has come: its head, its texts and its error.
+
+    Args:
+        injected: whether it is of a request that a fault was put into.
+    """
+    if isinstance(reply, Reply):
+        body = reply.body.decode("utf-8", "replace")
+    else:
+        body = "\n".join([*map(reply.text, reply.pieces), *([str(reply.error)] if reply.error else [])])
+    faults = [*leak_faults(body, reply.headers), *status_faults(reply.status, reply.headers, injected=injected)]
+    return [f"{fault}: {body[:200]}" for fault in faults]
 
 
 def leak_faults(body: str, headers: Mapping[str, str], secrets: Iterable[str] = ()) -> list[str]:
@@ -164,6 +168,7 @@ def status_faults(status: int, headers: Mapping[str, str], *, injected: bool = F
     """I9: no 5xx but a 503 that says when to come again, and a 500 where a fault was put in.
 
     Args:
+        status: 0 where no head has come.
         headers: with names in lower case, or of a mapping that does not care.
     """
     if status < 500 or (status == 503 and "retry-after" in headers) or (injected and status == 500):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
@@ -25,15 +25,17 @@ from tests.suites.served import (
     until,
     until_true,
 )
-from tests.suites.watch import Watch
+from tests.suites.watch import Watch, judge
 
 _TARGETS = ("engine", "front")
 _MOMENTS = ("start", "idle", "prefill", "decode", "drain")
-# At T1 not all: the front's death is the same for the engine whatever it does, and an idle engine's has nobody to tell.
-_CUT = (("front", "idle"), ("front", "prefill"), ("front", "drain"), ("engine", "idle"))
+# At T1 not all: the front's death is the same for the engine whatever it does, an idle engine's has nobody to tell, and
+# one in a prefill is one in decode.
+_CUT = (("front", "idle"), ("front", "prefill"), ("front", "drain"), ("front", "start"))
+_CUT += (("engine", "idle"), ("engine", "prefill"))
 # Seconds from when the engine's process is there to the kill: at once, and while it loads.
 _AT_START = {
-    Tier.T1: (("engine", 1.0), ("front", 0.0)),
+    Tier.T1: (("engine", 1.0),),
     Tier.T2: tuple((target, wait) for target in _TARGETS for wait in (0.0, 1.0)),
 }
 _ROUNDS = {Tier.T1: 1, Tier.T2: 4}
@@ -73,7 +75,7 @@ async def _one_after_the_other(tally: Tally, model: Path, cases: Sequence[tuple[
         with tally.case(f"{target}, {moment}"):
             async with serving(model, port=port) as served:
                 port = served.port
-                due = due or (await ask(port, "/v1/completions", PROBE)).text
+                due = due or await first_text(tally, port)
                 await serves(tally, served, due, ALL if after == ("engine", "decode") else count)
                 after = target, moment
                 await kill(tally, served, target, moment)
@@ -85,6 +87,13 @@ async def _one_after_the_other(tally: Tally, model: Path, cases: Sequence[tuple[
             tally.fail(f"a server that ended well: {fault}")
 
 
+async def first_text(tally: Tally, port: int) -> str:
+    """What the probe gives, which all that come later must give."""
+    reply = await ask(port, "/v1/completions", PROBE)
+    judge(tally, "the first probe", reply)
+    return reply.text
+
+
 async def serves(tally: Tally, served: Served, due: str, count: int) -> None:
     """A server on the port of one that was killed answers, sixteen at a time; one that answers all is looked at too."""
     watch = Watch(tally, served) if count == ALL else None
@@ -94,6 +103,8 @@ async def serves(tally: Tally, served: Served, due: str, count: int) -> None:
         replies = await asyncio.gather(
             *(ask(served.port, "/v1/completions", PROBE) for _ in range(min(_STREAMS, count - first)))
         )
+        for reply in replies:
+            judge(tally, "a new server", reply)
         right = [reply.status == 200 and reply.text == due for reply in replies]
         tally.event("served afterwards", sum(right))
         tally.expect(all(right), f"{right.count(False)} of {len(right)} requests went wrong on a new server")
@@ -152,10 +163,11 @@ async def kill(tally: Tally, served: Served, target: str, moment: str) -> None:
     killed = time.monotonic()
     if cut or moment == "idle":
         tally.event(f"{target} killed in {moment}")
-    tally.expect(await until_true(lambda: _unready(port), UNREADY_SECONDS), f"{label}: Q7: still ready after 5 s")
+    tally.expect(await until_true(lambda: unready(tally, port), UNREADY_SECONDS), f"{label}: Q7: still ready after 5 s")
     _, late = await asyncio.wait(followers, timeout=ENDED_SECONDS) if followers else ((), ())
     tally.expect(not late, f"{label}: Q7: {len(late)} streams have not ended after {time.monotonic() - killed:.0f} s")
     for one in told:
+        judge(tally, label, one, injected=target == "engine")
         knows = one.ended or (target == "front" and one.broken != "")
         tally.expect(knows, f"{label}: Q6: a stream ended with {one}")
         if one.error is not None:
@@ -173,11 +185,14 @@ async def _follow(port: int, told: Told, number: int, moment: str) -> None:
         await connection.follow(told)
 
 
-async def _unready(port: int) -> bool:
+async def unready(tally: Tally, port: int) -> bool:
+    """Whether a server calls itself not ready, or is gone."""
     try:
-        return (await ask(port, "/readyz")).status == 503
+        reply = await ask(port, "/readyz")
     except (OSError, EOFError):
         return True
+    judge(tally, "while a process is lost", reply)
+    return reply.status == 503
 
 
 async def _ends(tally: Tally, served: Served, label: str, target: str) -> None:

@@ -126,16 +126,18 @@ class Connection:
         """Sends nothing more, and still reads."""
         self._writer.write_eof()
 
-    async def drain(self, seconds: float) -> None:
-        """Reads whatever comes until the server closes.
+    async def drain(self, seconds: float) -> bytes:
+        """Whatever comes until the server closes.
 
         Raises:
             TimeoutError: if it does not in time.
         """
+        found = bytearray()
         async with asyncio.timeout(seconds):
             with suppress(ConnectionError):
-                while await self._reader.read(2**16):
-                    continue
+                while part := await self._reader.read(2**16):
+                    found += part
+        return bytes(found)
 
     def send(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> None:
         """A request; `body` is bytes, or what is to be JSON."""

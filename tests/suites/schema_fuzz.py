@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.source_tree import ROOT
+from tests.suites.raw_client import Reply
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import serving
@@ -47,16 +51,16 @@ async def _run(tally: Tally, tier: Tier) -> None:
         async with serving(model, *_LIMITS) as served:
             watch = Watch(tally, served)
             await watch.begin()
-            replies = await _fuzz(tally, tier, served.port, Path(folder))
+            replies = await _fuzz(watch, tier, Path(folder))
             await watch.check("after all")
     tally.cases += replies.total()
     for (route, status), count in replies.items():
         tally.event(f"{route} {status}" if route.startswith("POST") else route, count)
 
 
-async def _fuzz(tally: Tally, tier: Tier, port: int, folder: Path) -> Counter[tuple[str, int]]:
+async def _fuzz(watch: Watch, tier: Tier, folder: Path) -> Counter[tuple[str, int]]:
     """How often each route answered with each status."""
-    report = folder / "report.ndjson"
+    tally, port, report = watch.tally, watch.served.port, folder / "report.ndjson"
     options = {
         "checks": _CHECKS,
         "phases": "fuzzing",
@@ -87,9 +91,22 @@ async def _fuzz(tally: Tally, tier: Tier, port: int, folder: Path) -> Counter[tu
     if process.returncode not in (0, 1):  # its report is not whole
         return Counter()
     found: Counter[tuple[str, int]] = Counter()
-    for line in report.read_text().splitlines():
-        event = json.loads(line).get("ScenarioFinished")
-        if event is not None:
-            label, interactions = event["recorder"]["label"], event["recorder"]["interactions"].values()
-            found.update((label, entry["response"]["status_code"]) for entry in interactions)
+    for label, reply in _replies(report):
+        found[label, reply.status] += 1
+        watch.reply(label, reply)
     return found
+
+
+def _replies(report: Path) -> Iterator[tuple[str, Reply]]:
+    """The replies of a report, each with its route; a line of it has all of one scenario."""
+    with report.open() as lines:
+        for line in lines:
+            recorder = json.loads(line).get("ScenarioFinished", {}).get("recorder", {})
+            for entry in recorder.get("interactions", {}).values():
+                if response := entry.get("response"):  # Schemathesis has told of those that got none
+                    yield recorder["label"], _reply(response)
+
+
+def _reply(response: dict[str, Any]) -> Reply:
+    headers = {name: ", ".join(values) for name, values in response["headers"].items()}
+    return Reply(response["status_code"], headers, base64.b64decode((response["content"] or {}).get("$base64", "")))

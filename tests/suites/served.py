@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.suites.raw_client import ask
@@ -28,6 +28,9 @@ START_SECONDS = 120.0
 UNREADY_SECONDS, ENDED_SECONDS = 5.0, 10.0
 # To look at all processes takes a while.
 _LOOK_AGAIN, SCAN_AGAIN = 0.02, 0.1
+# Where shared memory has its names, and how those of torch, of Python and of OpenMP begin.
+_SHARED = Path("/dev/shm")
+_SHARED_NAMES = ("torch_", "psm_", "pym-", "sem.", "__KMP")
 _READY = re.compile(r"^Serving on http://127\.0\.0\.1:(\d+)$", re.MULTILINE)
 _COMMAND = (sys.executable, "-m", "tests.suites.watched_front", "serve")
 SMALL = (
@@ -47,6 +50,7 @@ class Served:
         folder: its temporary files; also the mark by which its processes are found.
         looks: the folder where its processes put what they see of themselves.
         log: its stderr.
+        before: names of shared memory that were there before it.
         port: 0 until it says that it serves.
     """
 
@@ -54,6 +58,7 @@ class Served:
     folder: Path
     looks: Path
     log: Path
+    before: frozenset[str]
     port: int = 0
 
     @property
@@ -91,6 +96,17 @@ class Served:
         front = [process for process in self.processes() if process.pid == self.process.pid]
         return front if engine is None else [*front, engine]
 
+    def shared_names(self) -> set[str]:
+        """Names of shared memory that its processes hold, and new ones that nobody does: who made them has ended."""
+        if not (new := _shared_names() - self.before):
+            return new
+        own = {process.pid for process in self.processes()}
+        held = {pid: _held_names(pid) & new for pid in psutil.pids()}
+        lost = new.difference(*held.values())
+        found = {name for pid in own & held.keys() for name in held[pid]}
+        # Others come and go meanwhile.
+        return _shared_names() & (found | {name for name in lost if name.startswith(_SHARED_NAMES)})
+
     def signal(self, number: signal.Signals) -> None:
         """To the HTTP process."""
         self.process.send_signal(number)
@@ -101,12 +117,16 @@ class Served:
         return self.process.poll()
 
     async def left_faults(self, seconds: float = UNREADY_SECONDS) -> list[str]:
-        """Processes and files that are still there so long after its end."""
-        await until(lambda: not any(self.folder.iterdir()) and not self.processes(), seconds, SCAN_AGAIN)
+        """Processes, files and names of shared memory that are still there so long after its end."""
+
+        def gone() -> bool:
+            return not any(self.folder.iterdir()) and not self.processes() and not self.shared_names()
+
+        await until(gone, seconds, SCAN_AGAIN)
         orphans = [" ".join(process.cmdline()[-3:]) for process in self.processes()]
         files = sorted(path.name for path in self.folder.iterdir())
-        faults = [f"these processes are left: {orphans}"] if orphans else []
-        return [*faults, f"these files are left: {files}"] if files else faults
+        left = {"processes": orphans, "files": files, "names of shared memory": sorted(self.shared_names())}
+        return [f"these {what} are left: {found}" for what, found in left.items() if found]
 
     def end(self) -> None:
         """Ends all of it, whatever it does."""
@@ -114,6 +134,21 @@ class Served:
             with suppress(psutil.Error):
                 process.kill()
         self.process.wait()
+
+
+def _shared_names() -> set[str]:
+    return {path.name for path in _SHARED.iterdir()}
+
+
+def _held_names(pid: int) -> set[str]:
+    """Names of shared memory that a process has mapped or opened, if it is still there."""
+    places, folder = list[str](), Path("/proc") / str(pid)
+    with suppress(OSError):
+        places += (line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines())
+        for handle in (folder / "fd").iterdir():
+            with suppress(FileNotFoundError):  # it has just been closed
+                places.append(str(handle.readlink()))
+    return {place.removeprefix(f"{_SHARED}/") for place in places if place.startswith(f"{_SHARED}/")}
 
 
 async def until(holds: Callable[[], bool], seconds: float, look_again: float = _LOOK_AGAIN) -> bool:
@@ -150,6 +185,7 @@ async def launched(
         temporary: name of the folder for its temporary files.
         environment: what it finds there beside our own.
     """
+    before = frozenset(_shared_names())
     with tempfile.TemporaryDirectory(prefix="suite-") as parent:
         folder, looks = Path(parent) / temporary, Path(parent) / "looks"
         folder.mkdir()
@@ -164,7 +200,7 @@ async def launched(
                 stdout=log,
                 stderr=log,
             )
-        served = Served(process, folder, looks, Path(log.name), port)
+        served = Served(process, folder, looks, Path(log.name), before, port)
         try:
             yield served
         finally:

@@ -12,6 +12,7 @@ from tests.suites.raw_client import Connection, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import Served, serving, until, until_true
+from tests.suites.watch import judge
 
 # Seconds that running requests get, and how long after the first signal a second one comes.
 _CASES: tuple[tuple[float, float | None], ...] = (
@@ -117,6 +118,7 @@ async def _again(tally: Tally, served: Served, due: float, label: str, *, waits:
 def _judge(tally: Tally, told: Sequence[Told], label: str) -> None:
     """Each stream knows how it ended, and why if it was cut off."""
     for one in told:
+        judge(tally, label, one)
         tally.expect(one.ended, f"{label}: Q6: a stream ended with {one}")
         right = one.error is None or one.error["code"] == "shutting_down"
         tally.expect(right, f"{label}: a stream was told {one.error}")
@@ -133,6 +135,7 @@ async def _refused(tally: Tally, served: Served, label: str) -> None:
         except (OSError, EOFError):
             tally.event("refused after the signal")
             continue
+        judge(tally, f"{label}: {path}", reply)
         refused = reply.status == 503 and "retry-after" in reply.headers
         tally.expect(refused, f"{label}: {path} answers {reply.status} after the signal")
         tally.event("refused after the signal", refused)

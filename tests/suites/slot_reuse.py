@@ -5,11 +5,13 @@ Requests with random options come in, end, are aborted and preempted. Their slot
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
 
 from hookline import Engine
+from hookline.scheduling.output import TokenLogprob
 from hookline.serving.process import messages
 from tests.suites.invariants import Census, idle_faults
 from tests.suites.report import SuiteReport, Tally, Tier
@@ -17,8 +19,9 @@ from tests.suites.rig import RUNNERS, DrivenLoop, Served, grammars, small_engine
 
 _PLANNED = {Tier.T1: 300, Tier.T2: 20_000}
 _DIFFERENT = {Tier.T1: 40, Tier.T2: 600}
-# Log probabilities of a token alone and among others may differ by rounding.
-_TOLERANCE = 1e-4
+# Log probabilities of a token alone and among others: the shape of a batch decides in which order a product's sums are
+# formed, and so how they are rounded. Some 1 in 15 differ by that; the largest difference that was seen is 2.2e-6.
+_TOLERANCE = 1e-5
 _WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "preempted": {"preempt_every": 3},
@@ -153,7 +156,16 @@ def _difference(found: Served, due: Served, gone: bool) -> str | None:
         if (ours is None) != (theirs is None):
             return f"a log probability is {ours}, alone {theirs}"
         if ours is not None and theirs is not None:
-            near = abs(ours.logprob - theirs.logprob) <= _TOLERANCE
-            if not near or ours.token_id != theirs.token_id or len(ours.top) != len(theirs.top):
+            near = len(ours.top) == len(theirs.top) and all(map(_is_near, _values(ours), _values(theirs)))
+            if not near or ours.token_id != theirs.token_id:
                 return f"a log probability is {ours}, alone {theirs}"
     return None
+
+
+def _values(entry: TokenLogprob) -> list[float]:
+    """The token's own, then those of the likeliest in their order."""
+    return [entry.logprob, *(value for _, value in entry.top)]
+
+
+def _is_near(ours: float, theirs: float) -> bool:
+    return math.isclose(ours, theirs, rel_tol=0, abs_tol=_TOLERANCE)  # -inf is near itself

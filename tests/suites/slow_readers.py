@@ -16,12 +16,13 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
+from tests.suites.invariants import leak_faults
 from tests.suites.raw_client import Connection, Told, request_bytes, stream
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, load, metric, metrics, serving, until_true
+from tests.suites.served import load, metric, metrics, serving, until_true
 from tests.suites.watch import Watch
 
 _SLOW = {Tier.T1: 4, Tier.T2: 64}
@@ -61,11 +62,12 @@ async def _run(tally: Tally, tier: Tier) -> None:
             watch = Watch(tally, served)
             await watch.begin(grammars=False)
             # Some who do read: what the answers themselves take is no slow reader's cost.
-            await asyncio.gather(*(stream(served.port, _LARGE) for _ in range(_READERS)))
+            for reader in await asyncio.gather(*(stream(served.port, _LARGE) for _ in range(_READERS))):
+                watch.reply("one who reads", reader)
             for _ in range(_ROUNDS[tier]):
-                alone += [await _normal(tally, served, tier) for _ in range(_WINDOWS[tier])]
-                beside += await _round(tally, served, tier)
-                alone += [await _normal(tally, served, tier) for _ in range(_WINDOWS[tier] - 1)]
+                alone += [await _normal(watch, tier) for _ in range(_WINDOWS[tier])]
+                beside += await _round(watch, tier)
+                alone += [await _normal(watch, tier) for _ in range(_WINDOWS[tier] - 1)]
                 await watch.check("when the slow ones have gone")
     # At T1 they share the engine with the slow ones, which have not got their tokens yet.
     if tier is Tier.T2 and beside:
@@ -74,20 +76,20 @@ async def _run(tally: Tally, tier: Tier) -> None:
         tally.expect(found < 2 * usual, told)
 
 
-async def _round(tally: Tally, served: Served, tier: Tier) -> list[float]:
+async def _round(watch: Watch, tier: Tier) -> list[float]:
     """Slow readers come, are timed and let go; windows while all of them were there."""
-    port, process = served.port, psutil.Process(served.process.pid)
+    tally, port, process = watch.tally, watch.served.port, psutil.Process(watch.served.process.pid)
     memory = process.memory_info().rss
     before = await _gone(port)
     slow = list[asyncio.Task[bool]]()
     for _ in range(_SLOW[tier]):
-        slow.append(asyncio.create_task(_read_slowly(port, _READER_SECONDS[tier])))
+        slow.append(asyncio.create_task(_read_slowly(watch, _READER_SECONDS[tier])))
         if tier is Tier.T2:
             await _is_done_for(port)
     tally.cases += len(slow)
     beside = list[float]()
     for _ in range(_WINDOWS[tier]):
-        seconds = await _normal(tally, served, tier)
+        seconds = await _normal(watch, tier)
         if await _gone(port) == before:
             beside.append(seconds)
             tally.event("windows beside all slow ones")
@@ -122,18 +124,19 @@ async def _gone(port: int) -> float:
     return metric(await metrics(port), "request_success_total", finished_reason="client_gone")
 
 
-async def _normal(tally: Tally, served: Served, tier: Tier) -> float:
+async def _normal(watch: Watch, tier: Tier) -> float:
     """A window of requests of clients that read; the seconds of the slowest of 100."""
-    seconds: list[float] = []
+    tally, seconds = watch.tally, list[float]()
 
     async def one() -> None:
         for _ in range(_EACH[tier]):
             with tally.case("a client that reads"):
                 began, told = time.monotonic(), Told()
-                async with Connection(served.port) as connection:
+                async with Connection(watch.served.port) as connection:
                     connection.send("POST", "/v1/completions", {**_SMALL_ONE, "stream": True})
                     await connection.follow(told)
                 seconds.append(time.monotonic() - began)
+                watch.reply("a client that reads", told)
                 tally.expect(told.done and told.finish == {0: "length"}, f"a client that reads got {told}")
                 tally.event("others served meanwhile")
 
@@ -141,9 +144,9 @@ async def _normal(tally: Tally, served: Served, tier: Tier) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-async def _read_slowly(port: int, reader_seconds: float) -> bool:
+async def _read_slowly(watch: Watch, reader_seconds: float) -> bool:
     """Reads one byte a second; whether the server dropped the connection."""
-    loop, patience = asyncio.get_running_loop(), 60.0 + 3 * reader_seconds
+    port, loop, patience, read = watch.served.port, asyncio.get_running_loop(), 60.0 + 3 * reader_seconds, b""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.setblocking(False)
@@ -154,6 +157,8 @@ async def _read_slowly(port: int, reader_seconds: float) -> bool:
         deadline = loop.time() + patience
         while not dropped.poll(0) and loop.time() < deadline:
             with suppress(BlockingIOError):
-                connection.recv(1)
+                read += connection.recv(1)
             await asyncio.sleep(1.0)
+        for fault in leak_faults(read.decode("latin-1"), {}):
+            watch.tally.fail(f"a slow reader: {fault}")
         return bool(dropped.poll(0))

@@ -146,6 +146,7 @@ class _Life:
         told = Told()
         connection.send("POST", "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
         await connection.follow(told)
+        self._watch.reply("a normal stream", told)
         right = told.done and told.finish == {0: "length"} and (told.usage or {}).get("completion_tokens") == 12
         self._tally.expect(right, f"a normal stream gave {told}")
 

@@ -1,15 +1,20 @@
 """X1: whatever tokens come, the deltas joined are the whole text, which is what decoding the tokens gives.
 
 The engine, its scheduler and its loop are real; in place of the model stands a runner that repeats the prompt, so that
-the output's tokens can be any.
+the output's tokens can be any. The last of the texts go over HTTP to a whole server, streamed and not: it repeats each,
+and goes on with tokens of its own choice out of those that the text consists of.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from hookline import Engine
 from hookline.execution.runner import Flight, Runner, StepResult
@@ -17,17 +22,35 @@ from hookline.execution.sampling_state import SamplingState
 from hookline.output_processor import OutputProcessor
 from hookline.scheduling.request import ScheduledBatch
 from hookline.tokenizer import Tokenizer
+from tests.suites.beside import several, watched
 from tests.suites.invariants import idle_faults
+from tests.suites.raw_client import Reply, ask, stream
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import DrivenLoop, small_engine, tiny_model
 from tests.suites.tokens import byte_tokenizer, fallback_tokenizer, merged_tokenizer
+from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 500, Tier.T2: 50_000}
+# Over HTTP: texts, and how many at a time; tokens of a text, and those that the model adds.
+_SERVED = {Tier.T1: 24, Tier.T2: 500}
+_TOGETHER, _MOST, _ADDED = 6, 120, 20
 _BROKEN = "\ufffd"
 _PIECES = (
     "a", " ", "word", "\n", "\0", "\ufeff", "\x1b[0m", "é", "e\u0301", "\u0301", "ß", "日本", "שלום", "\u202eאב\u202c",
     "😀", "👨‍👩‍👧‍👦", "🇩🇪🇫🇷", "🏳️‍🌈", "👍🏽", "\U0010ffff", "\u200d", "\u2028", "�", "<|im_end|>", "𝕏",
 )  # fmt: skip
+# Halves of surrogate pairs as JSON writes them: alone, in a text, in the wrong order, and as if UTF-8 had them.
+_HALVES = (rb'"\ud83d"', rb'"a\ude00b"', rb'"\ude00\ud83d"', b'"\xed\xa0\xbd"')
+_EMOJI, _ESCAPED = '"😀"'.encode(), rb'"\ud83d\ude00"'
+# Where such a text may stand.
+_PLACES = (
+    ("/v1/completions", b'{"prompt": %b, "max_tokens": 2, "temperature": 0, "echo": true}'),
+    ("/v1/completions", b'{"prompt": %b, "max_tokens": 2, "temperature": 0, "echo": true, "stream": true}'),
+    ("/v1/completions", b'{"prompt": "a", "max_tokens": 2, "temperature": 0, "stop": [%b]}'),
+    ("/v1/completions", b'{"prompt": "a", "max_tokens": 2, "temperature": 0, "user": %b}'),
+    ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": %b}], "max_tokens": 2, "temperature": 0}'),
+    ("/tokenize", b'{"prompt": %b}'),
+)
 # Bytes that no UTF-8 has in these places: alone, cut short, overlong, surrogates, above the last character.
 _UNSOUND = (b"\x80", b"\xff", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5\x80\x80\x80")
 
@@ -42,8 +65,10 @@ class Echo(Runner):
 
 
 def run(tier: Tier, seed: int) -> SuiteReport:
-    forced = ("unsound bytes", "characters over several tokens", "every byte", "held back at the end", "special tokens")
-    tally = Tally("X1", tier, seed, _PLANNED[tier], forced)
+    forced = ["unsound bytes", "characters over several tokens", "every byte", "held back at the end", "special tokens"]
+    forced += [f"over HTTP: {kind}" for kind in ("texts", "tokens", "broken characters", "halves refused", "pairs")]
+    planned = _PLANNED[tier] + _SERVED[tier] + len(_PLACES) * (len(_HALVES) + 1)
+    tally = Tally("X1", tier, seed, planned, forced)
     chance = random.Random(seed)
     samples = ["".join(chance.choice(_PIECES) for _ in range(20)) for _ in range(40)]
     kinds = {"bytes": byte_tokenizer(), "merged": merged_tokenizer(samples), "fallback": fallback_tokenizer()}
@@ -59,6 +84,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
                     _check(tally, loop, tokenizer, kind, ids, number)
             for fault in idle_faults(loop):
                 tally.fail(f"{kind}: {fault}")
+        asyncio.run(_over_http(tally, tier, model, kinds["bytes"]))
     return tally.report()
 
 
@@ -121,3 +147,76 @@ def _check(tally: Tally, loop: DrivenLoop, tokenizer: Tokenizer, kind: str, ids:
         tally.event("every byte", len(set(raw)) == len(raw) == 120)
     tally.event("characters over several tokens", len(expected) < len(ids))
     tally.event("special tokens", special)
+
+
+async def _over_http(tally: Tally, tier: Tier, model: Path, tokenizer: Tokenizer) -> None:
+    """All that a client sees: of texts and tokens of all kinds, and of what is no text."""
+    texts = [(text, tally.random.randrange(2**31)) for text in _texts(tally.random, _SERVED[tier])]
+    async with watched(tally, model, grammars=False, ahead=True) as watch:
+        await several(_TOGETHER, partial(_serve, tally, watch, tokenizer), texts)
+        await several(_TOGETHER, partial(_serve_halves, tally, watch), _PLACES)
+
+
+async def _serve(tally: Tally, watch: Watch, tokenizer: Tokenizer, asked: tuple[bytes, int]) -> None:
+    """A text, or tokens that are none, and a seed."""
+    text, seed = asked
+    port, ids = watch.served.port, _ids(tokenizer, "bytes", text)[:_MOST]
+    is_text = _is_sound(text) and len(text) <= _MOST
+    sent: dict[str, Any] = {"prompt": text.decode() if is_text else ids, "echo": True, "skip_special_tokens": False}
+    sent |= {
+        "allowed_token_ids": sorted(set(ids)),
+        "max_tokens": _ADDED,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "seed": seed,
+    }
+    with tally.case(f"over HTTP: {text!r}"):
+        reply, told = await ask(port, "/v1/completions", sent), await stream(port, sent)
+        for answer in (reply, told):
+            watch.reply(f"{sent}", answer)
+        [choice] = reply.json["choices"]
+        known, added = choice["prompt_token_ids"], choice["token_ids"]
+        due = tokenizer.encode(text.decode()) if is_text else ids
+        tally.expect(known == due and len(added) == _ADDED, f"{sent}: the tokens are {known} and {added}")
+        begins = sent["prompt"] if is_text else tokenizer.decode(ids, skip_special_tokens=False)
+        ends = tokenizer.decode(added, skip_special_tokens=False)
+        tally.expect(choice["text"] == begins + ends, f"{sent}: {choice['text']!r} is not {begins!r} and {ends!r}")
+        tally.expect(told.text() == choice["text"], f"{sent}: streams {told}, else {choice['text']!r}")
+        for tokens, whole in ((known, begins), (added, ends)):
+            found = (await ask(port, "/detokenize", {"tokens": tokens})).json
+            tally.expect(found == {"prompt": whole}, f"{tokens} are {found}, not {whole!r}")
+        tally.event("over HTTP: texts" if is_text else "over HTTP: tokens")
+        tally.event("over HTTP: broken characters", _BROKEN in ends)
+
+
+async def _serve_halves(tally: Tally, watch: Watch, place: tuple[str, bytes]) -> None:
+    """Half a surrogate pair is no character, and refused wherever it stands. Both halves are one."""
+    path, form = place
+    for half in _HALVES:
+        with tally.case(f"{path}: {form % half!r}"):
+            reply = await _sent(watch, path, form % half)
+            refused = reply.status == 400 and "error" in reply.json
+            tally.expect(refused, f"{form % half!r} gets {reply.status}: {reply.body!r}")
+            tally.event("over HTTP: halves refused", refused)
+    with tally.case(f"{path}: {form % _ESCAPED!r}"):
+        found, due = [_said(await _sent(watch, path, form % text)) for text in (_ESCAPED, _EMOJI)]
+        tally.expect(found == due, f"{form % _ESCAPED!r}: {found}, not {due}")
+        tally.event("over HTTP: pairs")
+
+
+async def _sent(watch: Watch, path: str, body: bytes) -> Reply:
+    reply = await ask(watch.served.port, path, body)
+    watch.reply(f"{path}: {body!r}", reply)
+    return reply
+
+
+def _said(reply: Reply) -> str:
+    """The text of an answer, streamed or not, or the tokens.
+
+    Raises:
+        KeyError: if it is an error.
+    """
+    lines = [line.removeprefix(b"data: ") for line in reply.body.splitlines() if line not in (b"", b"data: [DONE]")]
+    answers = [orjson.loads(line) for line in lines]
+    choices = [choice for answer in answers for choice in answer.get("choices", ())]
+    return "".join(str(choice.get("text", choice.get("message"))) for choice in choices) or str(answers[0]["tokens"])

@@ -16,6 +16,7 @@ from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import Served, serving
 from tests.suites.watch import Watch
+from tests.suites.watched_engine import AHEAD
 
 _PLANNED = {Tier.T1: 2_000, Tier.T2: 100_000}
 _CHECK_EVERY = {Tier.T1: 1_000, Tier.T2: 10_000}
@@ -45,7 +46,8 @@ def run(tier: Tier, seed: int) -> SuiteReport:
 
 async def _run(tally: Tally, tier: Tier) -> None:
     with tiny_model() as model:
-        async with serving(model, "--grammar-seconds", "0.5", "--request-seconds", "60") as served:
+        options = ("--grammar-seconds", "0.5", "--request-seconds", "60")
+        async with serving(model, *options, environment={AHEAD: "1"}) as served:
             watch = Watch(tally, served)
             await watch.begin()
             cases = itertools.islice(_cases(tally.random, int(_SINGLE * _PLANNED[tier])), _PLANNED[tier])

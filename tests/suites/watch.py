@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
-import psutil
+import psutil  # type: ignore[import-untyped]
 
-from tests.suites.invariants import Resources, leak_faults, metrics_faults, status_faults
+from tests.suites.invariants import SLOWEST, Resources, metrics_faults, reply_faults
 from tests.suites.raw_client import Reply, Told, ask, stream
 from tests.suites.report import Tally
 from tests.suites.served import PROBE, SCAN_AGAIN, Served, load, metric, metrics, until, until_true
@@ -23,6 +23,14 @@ from tests.suites.served import PROBE, SCAN_AGAIN, Served, load, metric, metrics
 _POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 # Seconds until a process has looked at itself; the engine does when nothing runs, and wakes once a second.
 _LOOK_SECONDS = 5.0
+# I13: while anything waits or runs.
+_STEP_SECONDS = 30.0
+
+
+def judge(tally: Tally, label: str, reply: Reply | Told, *, injected: bool = False) -> None:
+    """I8 and I9 of one reply; `injected` as of `reply_faults`."""
+    for fault in reply_faults(reply, injected=injected):
+        tally.fail(f"{label}: {fault}")
 
 
 class Watch:
@@ -45,7 +53,7 @@ class Watch:
         self._used = (0, 0)  # tokens of the probe's prompt and answer
         self._before = ""
         self._resources: dict[int, Resources] = {}
-        self._processes = 0
+        self._processes = self._names = 0  # of shared memory
         self._held: dict[str, dict[str, int]] = {}
 
     async def begin(self, *, grammars: bool = True) -> None:
@@ -65,7 +73,7 @@ class Watch:
         self.tally.expect(self._used == counted, f"I12: the usage is {self._used}, not {counted}")
         await self.idle(10.0)
         self._before = await metrics(port, self._key)
-        self._processes = len(self.served.processes())
+        self._processes, self._names = len(self.served.processes()), len(self.served.shared_names())
         held = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
         self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in held.items()}
         self._ask_for_looks("front")
@@ -74,9 +82,7 @@ class Watch:
 
     def reply(self, label: str, reply: Reply | Told) -> None:
         """I8 and I9 of one reply."""
-        body = reply.body.decode("utf-8", "replace") if isinstance(reply, Reply) else str(reply.error or "")
-        for fault in [*leak_faults(body, reply.headers), *status_faults(reply.status, reply.headers)]:
-            self.tally.fail(f"{label}: {fault}: {body[:200]}")
+        judge(self.tally, label, reply)
 
     async def idle(self, seconds: float = 2.0) -> bool:
         """Waits until nothing runs, nothing waits and no block is held (I1, I3)."""
@@ -88,7 +94,7 @@ class Watch:
         return await until_true(rests, seconds)
 
     async def check(self, label: str) -> None:
-        """I1 to I7 and I10 to I14; I8 and I9 are those of each reply."""
+        """I1 to I14; I8 and I9 of its own replies, as those of all others are for `reply`."""
         tally, served, port = self.tally, self.served, self.served.port
         tally.expect(await self.idle(), f"{label}: I1, I3: at rest the load is {await load(port, self._key)}")
         self._ask_for_looks("engine")  # which looks when it rests behind the probes that follow
@@ -97,7 +103,7 @@ class Watch:
         seconds = time.monotonic() - began
         sound = found.status == 200 and found.text == self._probe
         tally.expect(sound, f"{label}: I6: the probe gives {found.body!r:.200}, not {self._probe!r}")
-        tally.expect(seconds < 2.0, f"{label}: I7: a normal request took {seconds:.1f} s")
+        tally.expect(seconds < SLOWEST, f"{label}: I7: a normal request took {seconds:.1f} s")
         told = await stream(port, {**PROBE, "stream_options": {"include_usage": True}}, key=self._key)
         tally.expect(sound and told.text() == found.text, f"{label}: I11: streamed, the probe gives {told.text()!r}")
         for given in (found.json.get("usage") if sound else None, told.usage):
@@ -106,6 +112,8 @@ class Watch:
             tally.fail(f"{label}: I14: there is a connection to {remote}")
         ready = await ask(port, "/readyz")
         tally.expect(ready.status == 200, f"{label}: I7: ready is {ready.status}: {ready.body!r:.200}")
+        for reply in (found, told, ready):
+            self.reply(label, reply)
         await self.idle()
         tally.expect(await until_true(self._all_ended, 2.0), f"{label}: I3: not every request that came has ended")
         now = await metrics(port, self._key)
@@ -154,6 +162,8 @@ class Watch:
         self.released += engine["released"]
         for fault in engine["faults"]:
             self.tally.fail(f"{label}: {fault}")
+        slowest = engine["slowest_step"]
+        self.tally.expect(slowest <= _STEP_SECONDS, f"{label}: I13: a step took {slowest:.1f} s")
         self._ask_for_looks("front")
         for kind, held in (await self._look("front")).items():
             more = {name: count for name, count in held.items() if count > self._held[kind].get(name, 0)}
@@ -177,6 +187,8 @@ class Watch:
             faults.clear()
             if (count := len(self.served.processes())) > self._processes:
                 faults.append(f"I5: processes were {self._processes} and are {count}")
+            if len(names := self.served.shared_names()) > self._names:
+                faults.append(f"I5: names of shared memory were {self._names} and are {sorted(names)}")
             for pid, before in self._resources.items():
                 with suppress(psutil.NoSuchProcess):
                     faults.extend(before.faults(Resources.of(pid)))

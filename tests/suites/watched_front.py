@@ -84,6 +84,6 @@ if __name__ == "__main__":
     from hookline.serving.process.async_engine import AsyncEngine
 
     command = (sys.executable, "-m", "tests.suites.watched_engine")
-    server.AsyncEngine = partial(AsyncEngine, command=command)  # type: ignore[assignment, attr-defined, misc]
+    server.AsyncEngine = partial(AsyncEngine, command=command)  # type: ignore[assignment, attr-defined]
     signal.signal(signal.SIGUSR1, lambda *_: _look(seen))
     main()
