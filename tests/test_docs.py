@@ -12,6 +12,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner, Result
 from packaging.requirements import Requirement
 
 from hookline import Engine, EngineConfig, SamplingParams
+from hookline.cli.main import engine as command
 from hookline.errors import ModelConfigError
 from hookline.plugins import PluginRegistry
 from tests.conftest import TINY, write_tokenizer
-from tests.plugin_fixtures import build_wheel, install_wheel, run_engine
+from tests.plugin_fixtures import build_wheel, install_wheel, plugin_site
 from tests.source_tree import ROOT, read_modules
 
 GUIDE = "docs/plugins.md"
@@ -80,6 +83,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.remove(str(folder))
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
+
+
+plugins = pytest.fixture(plugin_site, name="plugins")
+
+
+def run(*arguments: str) -> Result:
+    """`engine` with these arguments and the plugins that are on `sys.path`."""
+    return CliRunner().invoke(command, list(arguments))
 
 
 def make_model(**fields: Any) -> Any:
@@ -155,12 +166,12 @@ def test_the_guides_check_passes_and_can_fail(
 
 
 def test_the_guides_plugin_is_listed_and_sound(site: Path, qwen3_folder: Path) -> None:
-    listed = run_engine("list-models", folder=site)
-    assert re.search(r"^Qwen3ForCausalLM +qwen3 +0\.1\.0 +ok", listed.stdout, re.MULTILINE), listed
-    checked = run_engine("plugins", "--check", folder=site)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    shown = run_engine("show", str(qwen3_folder), folder=site)
-    assert shown.returncode == 0, shown.stdout + shown.stderr
+    listed = run("list-models")
+    assert re.search(r"^Qwen3ForCausalLM +qwen3 +0\.1\.0 +ok", listed.stdout, re.MULTILINE), listed.output
+    checked = run("plugins", "--check")
+    assert checked.exit_code == 0, checked.output
+    shown = run("show", str(qwen3_folder))
+    assert shown.exit_code == 0, shown.output
     assert "hookline-qwen3" in shown.stdout or "qwen3" in shown.stdout
 
 
@@ -227,20 +238,20 @@ def test_the_guides_plugin_serves_gguf(site: Path, tmp_path: Path) -> None:
     assert served(tmp_path / "model.gguf") == [expected(model, prompt) for prompt in PROMPTS]
 
 
-def test_readmes_first_plugin_is_found(tmp_path: Path) -> None:
+def test_readmes_first_plugin_is_found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (pyproject,), (module,) = blocks("README.md", "toml"), [b for b in blocks("README.md", "python") if "hookimpl" in b]
     about = tomllib.loads(pyproject)
     name = module.splitlines()[0].removeprefix("# ")
     assert about["tool"]["setuptools"]["py-modules"] == [name.removesuffix(".py")]
     entry_points = about["project"]["entry-points"]["hookline.architectures"]
-    install_wheel(build_wheel(tmp_path, about["project"]["name"], "0.1.0", {name: module}, entry_points), tmp_path)
-    listed = run_engine("list-models", folder=tmp_path)
-    assert re.search(r"^HelloForCausalLM +hello +0\.1\.0 +ok", listed.stdout, re.MULTILINE), listed
-    assert run_engine("plugins", "--check", folder=tmp_path).returncode == 0
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"architectures": ["HelloForCausalLM"]}')
-    shown = run_engine("show", str(tmp_path / "model"), "--load-format", "random", folder=tmp_path)
-    assert shown.returncode == 5
+    install_wheel(build_wheel(plugins, about["project"]["name"], "0.1.0", {name: module}, entry_points), plugins)
+    listed = run("list-models")
+    assert re.search(r"^HelloForCausalLM +hello +0\.1\.0 +ok", listed.stdout, re.MULTILINE), listed.output
+    assert run("plugins", "--check").exit_code == 0
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text('{"architectures": ["HelloForCausalLM"]}')
+    shown = run("show", str(model), "--load-format", "random")
+    assert shown.exit_code == 5
     assert "hookline_read_config" in shown.stderr
 
 
@@ -255,14 +266,12 @@ def documented_commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("document", "line"), documented_commands())
 def test_a_documented_command_is_one(document: str, line: str) -> None:
-    from hookline.cli.main import engine
-
     words = shlex.split(line, comments=True)[1:]
-    context = click.Context(engine, info_name="engine", **engine.context_settings)
-    _, rest, _ = engine.make_parser(context).parse_args(list(words))
-    name, command, arguments = engine.resolve_command(context, rest)
-    assert command is not None, f"{document}: {name}"
-    command.make_parser(click.Context(command, info_name=name, parent=context)).parse_args(arguments)
+    context = click.Context(command, info_name="engine", **command.context_settings)
+    _, rest, _ = command.make_parser(context).parse_args(list(words))
+    name, found, arguments = command.resolve_command(context, rest)
+    assert found is not None, f"{document}: {name}"
+    found.make_parser(click.Context(found, info_name=name, parent=context)).parse_args(arguments)
 
 
 @pytest.mark.parametrize("code", [b for b in blocks("README.md", "python") if "Engine(" in b], ids=lambda _: "example")
@@ -322,6 +331,7 @@ COMES_WITH = {"starlette": "fastapi"}
 LATER_STANDARD_LIBRARY = {"annotationlib"}
 
 
+@cache
 def foreign_imports() -> dict[str, set[str]]:
     """Every package of others that modules of ours import, to the names of those modules."""
     known = sys.stdlib_module_names | LATER_STANDARD_LIBRARY

@@ -23,7 +23,7 @@ from hookline import Engine, EngineConfig, SamplingParams
 from hookline.config import SpeculativeConfig
 from hookline_kernels import native
 
-NEW_TOKENS = 24
+NEW_TOKENS = 18
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 BLOCK = 8
 
@@ -180,9 +180,9 @@ def ids_of(outputs: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("batch", [1, 2, 7, 16])
 def test_equals_transformers_alone_and_in_batches(name: str, batch: int, expected: Any) -> None:
-    """Alone the half with the borders of blocks; in batches all."""
+    """Alone those with the borders of blocks and the longest; in batches all."""
     folder, many, want = expected(name)
-    count = 8 if batch == 1 else 16
+    count = 6 if batch == 1 else 16
     with engine(folder, prefix_caching=False) as run:
         batches = spy_on_batches(run)
         found = [ids for at in range(0, count, batch) for ids in ids_of(run.generate(many[at : at + batch], GREEDY))]

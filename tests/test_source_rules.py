@@ -78,7 +78,7 @@ def dangerous_faults(path: str, tree: ast.Module) -> Iterator[str]:
     imported = _imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute):
-            head, *rest = ast.unparse(node).split(".")
+            head, *rest = _dotted(node)
             name = ".".join([imported.get(head, head), *rest]).removeprefix("builtins.")
             if name in DANGEROUS:
                 yield f"{path}:{node.lineno} uses {name}"
@@ -93,6 +93,13 @@ def dangerous_faults(path: str, tree: ast.Module) -> Iterator[str]:
                     yield f"{path}:{node.lineno} imports {node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and node.attr in DANGEROUS_NAMES:
             yield f"{path}:{node.lineno} uses {node.attr}, which pickles"
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    """The parts of `a.b.c`; "" stands for what is no name, such as a call."""
+    if isinstance(node, ast.Attribute):
+        return [*_dotted(node.value), node.attr]
+    return [node.id if isinstance(node, ast.Name) else ""]
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:

@@ -11,6 +11,13 @@ from typing import Any
 
 from tests.clients.server import KEY, Server
 
+# Its processes are made by one that has imported what it consists of, which takes each of them seconds else.
+GUIDELLM = """
+import multiprocessing
+multiprocessing.set_forkserver_preload(["guidellm.cli"])
+from guidellm.cli import cli
+cli()
+"""
 REQUESTS, PROMPT, OUTPUT, ROUTE = 24, 48, 16, "/v1/chat/completions"
 
 
@@ -29,9 +36,10 @@ def test_a_load_is_measured(tiny_server: Server, tiny_llama: Path, tmp_path: Pat
         "output": {"kind": "json", "path": str(tmp_path / "report.json")},
     }
     options = [word for name, value in settings.items() for word in (f"--{name}", json.dumps(value))]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    offline |= {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "GUIDELLM__MP_CONTEXT_TYPE": "forkserver"}
     ran = subprocess.run(
-        [sys.executable, "-m", "guidellm", "run", *options, "--disable-console-interactive"],
+        [sys.executable, "-c", GUIDELLM, "run", *options, "--disable-console-interactive"],
         cwd=tmp_path,
         env=os.environ | offline,
         capture_output=True,

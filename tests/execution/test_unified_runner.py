@@ -163,7 +163,7 @@ def test_an_interrupt_after_a_preemption_loses_nothing(where: str, drafts: int, 
     """Nobody is told then that the request has lost its cache, and its slot must not pass for one that knows it."""
     many, long = PROMPTS[:3], SamplingParams(max_tokens=24, ignore_eos=True)
     want = wanted([long] * 3, many)
-    for first in range(4):
+    for first in range(3):
         with engine(True, drafts, preempt_every=4, max_running=3) as run:
             scheduler, seen = run.scheduler, 0
             admit, decide = scheduler._admit, scheduler.schedule

@@ -23,8 +23,11 @@ def cases_of(folder: Path) -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.parametrize("folder", [GOLDEN_MODEL, GOLDEN_FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 48, "overlap": True}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [(GOLDEN_MODEL, {}), (GOLDEN_MODEL, {"max_batch_tokens": 48, "overlap": True}), (GOLDEN_FP8, {})],
+    ids=["whole", "chunks", "fp8"],
+)
 def test_greedy_ids(folder: Path, options: dict[str, Any]) -> None:
     """All prompts beside each other, the longest with a context of 408 tokens, of which 64 are attended to."""
     cases = cases_of(folder)

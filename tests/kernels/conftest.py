@@ -6,9 +6,11 @@ With a CUDA device and TRITON_INTERPRET=0 they are compiled and run there, and t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from hookline_kernels.rms_norm import rms_norm_kernel
@@ -44,19 +47,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> Iterator[None]:
-    """Calls of device functions that do not patch all of Triton's language again, which takes most of their time.
+    """Without what the interpreter does again and again.
 
-    A launch has patched `triton.language`; what is left is its `core`, which stays patched.
+    Calls of device functions do not patch all of Triton's language again, which takes most of their time: a launch has
+    patched `triton.language`; what is left is its `core`, which stays patched. And what belongs to a type or to a shape
+    is worked out once, not for each value.
     """
-    slow_call = InterpretedFunction.__call__
+    slow_call, slow_block, slow_type = (
+        InterpretedFunction.__call__,
+        tl.block_type.__init__,
+        cache(interpreter._get_np_dtype),
+    )
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if tl.core.is_builtin(tl.core.arange):
             return slow_call(self, *args, **kwargs)
         return self.rewrite()(*args, **kwargs)
 
+    @cache
+    def of_shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = of_shape(tuple(type.shape) if type.is_block() else ())
+
+    blocks: dict[tuple[Any, str], tuple[Any, int, str]] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(shape), element_ty.name
+        if key not in blocks:
+            slow_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        self.element_ty, (self.shape, self.numel, self.name) = element_ty, blocks[key]
+
+    def np_dtype(tt_dtype: Any) -> Any:
+        return np.dtype(np.uint64) if tt_dtype.scalar.is_ptr() else slow_type(tt_dtype.scalar)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "__call__", call)
+        patch.setattr(tl.tensor, "__init__", tensor)
+        patch.setattr(tl.block_type, "__init__", block)
+        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
         yield
 
 
@@ -125,31 +157,27 @@ class AttentionCase:
 
     def with_garbage(self, value: float) -> AttentionCase:
         """The same case with `value` in each cache entry that belongs to no context."""
-        caches = []
-        for cache in (self.k_cache, self.v_cache):
-            changed = cache.clone()
+        caches = [self.k_cache.clone(), self.v_cache.clone()]
+        for changed in caches:
             changed.flatten(0, 1)[~self.owned] = value
-            caches.append(changed)
         return replace(self, k_cache=caches[0], v_cache=caches[1])
 
     def oracle(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
         """Attention in fp64, a row and a head at a time, from the definition."""
         q, keys, values = (x.double().cpu().numpy() for x in (self.q, self.k_cache, self.v_cache))
-        tables, block_size, group = self.block_tables.tolist(), keys.shape[1], q.shape[1] // keys.shape[2]
+        block_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
         out, token = np.zeros(q.shape), 0
-        for table, rows, context in zip(tables, self.rows, self.contexts, strict=True):
+        for table, rows, context in zip(self.block_tables.tolist(), self.rows, self.contexts, strict=True):
+            places = [table[j // block_size] for j in range(context)], [j % block_size for j in range(context)]
+            own_keys, own_values = keys[places], values[places]
             for position in range(context - rows, context):
-                seen = [j for j in range(position + 1) if window is None or position - j < window]
-                places = [(table[j // block_size], j % block_size) for j in seen]
-                for head in range(q.shape[1]):
-                    if not places:
-                        continue
-                    scores = np.array([keys[b, s, head // group] @ q[token, head] for b, s in places]) * self.scale
+                seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+                for head in range(q.shape[1] if position >= 0 else 0):
+                    scores = own_keys[seen, head // group] @ q[token, head] * self.scale
                     if soft_cap is not None:
                         scores = soft_cap * np.tanh(scores / soft_cap)
                     weights = np.exp(scores - scores.max())
-                    rows_of_v = np.array([values[b, s, head // group] for b, s in places])
-                    out[token, head] = weights @ rows_of_v / weights.sum()
+                    out[token, head] = weights @ own_values[seen, head // group] / weights.sum()
                 token += 1
         return torch.from_numpy(out)
 

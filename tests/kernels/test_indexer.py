@@ -99,9 +99,12 @@ def test_triton_in_each_type(triton_device: torch.device, triton_dtype: torch.dt
     assert run(case, 8, "triton") == oracle(case, 8)
 
 
+CAPACITY = 160  # so many tokens there is room for, in tests of contexts of up to 99
+
+
 def launch(case: LatentCase, top_k: int, config: IndexConfig) -> list[list[int]]:
     """The Triton kernels as in a captured graph: bounds far above the batch."""
-    capacity = 300
+    capacity = CAPACITY
     tables = torch.full((len(case.contexts), -(-capacity // case.cache.shape[1])), 1_000_000, dtype=torch.int32)
     tables = tables.to(case.q.device)
     tables[:, : case.block_tables.shape[1]] = case.block_tables
@@ -115,8 +118,8 @@ def launch(case: LatentCase, top_k: int, config: IndexConfig) -> list[list[int]]
     "config",
     [
         IndexConfig(block_m=16, lanes=16, chunk=32, programs=1),
-        IndexConfig(block_m=32, lanes=32, chunk=16, scratch=300 * 3),
-        IndexConfig(block_m=16, lanes=16, chunk=64, segment=32, scratch=300 * 5),
+        IndexConfig(block_m=32, lanes=32, chunk=16, scratch=CAPACITY * 3),
+        IndexConfig(block_m=16, lanes=16, chunk=64, segment=32, scratch=CAPACITY * 5),
         IndexConfig(block_m=64, lanes=8, chunk=16, segment=16),
     ],
     ids=str,

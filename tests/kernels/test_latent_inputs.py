@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +34,7 @@ QUERIES = [
     (3, 3, 5, 12, 3, 20, True, False),
     (4, 0, 9, 8, 2, 8, False, True),
     (5, 2, 3, 8, 0, 8, False, False),
-    (130, 129, 33, 4, 2, 6, True, True),
+    (130, 129, 33, 4, 2, 6, True, True),  # many heads in all, which the Triton kernel takes in larger parts
 ]
 
 
@@ -173,11 +170,16 @@ def test_queries_by_torch(case: Any, implementation: str | None, dtype: torch.dt
     check_queries(case, implementation, dtype, "cpu", assert_close)
 
 
-@pytest.mark.parametrize("case", QUERIES, ids=str)
+@pytest.mark.parametrize("case", QUERIES[:-1], ids=str)
 def test_queries_by_triton(
     case: Any, triton_dtype: torch.dtype, triton_device: torch.device, assert_close: Check
 ) -> None:
     check_queries(case, "triton", triton_dtype, triton_device, assert_close)
+
+
+def test_many_queries_by_triton(triton_device: torch.device, assert_close: Check) -> None:
+    """In one type: in the interpreter it takes the longest."""
+    check_queries(QUERIES[-1], "triton", torch.float32, triton_device, assert_close)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
@@ -201,34 +203,6 @@ def test_both_are_captured_in_a_graph(triton_dtype: torch.dtype, triton_device: 
     assert torch.equal(captured, eager)
     assert torch.equal(out, turned_q)
     assert torch.equal(given["cache"].nan_to_num(7.0), cache.nan_to_num(7.0))
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from hookline_kernels.latent_inputs_triton import turn_queries_kernel, write_entries_kernel
-
-sizes = dict(Q_SIZE=2048, L_SIZE=512, HALF=32, BLOCK_Q=2048, BLOCK_L=512, BLOCK_HALF=32, BLOCK_D=128, BLOCK_HEADS=4)
-types = dict(cos_ptr="*fp32", sin_ptr="*fp32", index_weight_ptr="*fp32", index_bias_ptr="*fp32", slots_ptr="*i64")
-types |= dict(eps="fp32")
-for kernel in (write_entries_kernel, turn_queries_kernel):
-    names = kernel.arg_names
-    for interleaved, index_size in ((True, 128), (False, 128), (True, 0)):
-        constants = sizes | dict(INDEX_SIZE=index_size, INTERLEAVED=interleaved, INDEX_INTERLEAVED=not interleaved)
-        constants |= dict(heads=1, index_heads=1, head_parts=1, PDL=True)
-        kinds = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
-        signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-        known = {(names.index(name),): value for name, value in constants.items() if name in names}
-        triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", 90, 32))
-"""
-
-
-def test_the_kernels_compile() -> None:
-    """For a GPU, which gets the size 1 as a constant without methods. No GPU is needed."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    found = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
 
 
 def test_a_slot_past_the_cache_is_named() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -147,33 +144,6 @@ def test_is_captured_in_a_graph(triton_dtype: torch.dtype, triton_device: torch.
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(y, eager) for y in captured)
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from hookline_kernels.grouped_small import grouped_small_kernel
-from hookline_kernels.linear_small import linear_small_kernel
-
-constants = dict(columns=1, CODE=-1, HAS_BIAS=False, FORM=0, SPLIT_LIMIT=1, EVEN_N=False, EVEN_K=True)
-constants |= dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, STAGES=2, PDL=False)
-constants |= dict(TOP_K=2, BY_PAIR=False, ONCE=True, BLOCK_E=4)
-types = dict(x_ptr="*bf16", weight_ptr="*bf16", bias_ptr="*bf16", y_ptr="*fp32", partial_ptr="*fp32")
-types |= dict.fromkeys(("count_ptr", "order_ptr", "starts_ptr"), "*i32")
-for kernel in (linear_small_kernel, grouped_small_kernel):
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    known = {(names.index(name),): value for name, value in constants.items() if name in names}
-    triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", 90, 32))
-"""
-
-
-def test_one_column_compiles() -> None:
-    """A GPU gets the size 1 as a constant, which has no methods; the interpreter does not. No GPU is needed."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    found = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
 
 
 @pytest.mark.parametrize("tokens", [0, 2])

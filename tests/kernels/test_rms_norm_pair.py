@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -40,27 +37,6 @@ def test_torch(shape: Any, implementation: str | None, dtype: torch.dtype, asser
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton(shape: Any, triton_dtype: torch.dtype, triton_device: torch.device, assert_close: Check) -> None:
     check(shape, "triton", triton_dtype, triton_device, assert_close)
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from hookline_kernels.rms_norm_pair import rms_norm_pair_kernel as kernel
-
-constants, names = dict(SIZE=6144, BLOCK=8192, PDL=True), kernel.arg_names
-kinds = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names} | dict(eps="fp32")
-signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-known = {(names.index(name),): value for name, value in constants.items()}
-triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", 90, 32))
-"""
-
-
-def test_the_kernel_compiles() -> None:
-    """For a GPU, and without one."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    found = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -41,16 +41,12 @@ async def last(engine: AsyncEngine, prompt: Any, params: SamplingParams) -> Requ
     return outputs[-1]
 
 
-def test_many_at_once_are_what_the_engine_alone_gives(tiny_llama: Path) -> None:
+async def many_are_what_the_engine_alone_gives(engine: AsyncEngine, model: Path) -> None:
     prompts: list[Any] = [f"text {n}" * (n + 1) for n in range(12)] + [[1, 2, 3], [{"role": "user", "content": "Hi"}]]
     params = [SamplingParams(max_tokens=9 + n, n=1 + n % 2, logprobs=n % 3, stop=("q",)) for n in range(len(prompts))]
-
-    async def body(engine: AsyncEngine) -> list[RequestOutput]:
-        assert engine.facts.plugin.startswith("hookline-llama") and engine.is_alive
-        return await asyncio.gather(*(last(engine, prompt, one) for prompt, one in zip(prompts, params, strict=True)))
-
-    found = run(config_of(tiny_llama), body)
-    expected = Engine(config_of(tiny_llama)).generate(prompts, params)
+    assert engine.facts.plugin.startswith("hookline-llama") and engine.is_alive
+    found = await asyncio.gather(*(last(engine, prompt, one) for prompt, one in zip(prompts, params, strict=True)))
+    expected = Engine(config_of(model)).generate(prompts, params)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.outputs == theirs.outputs
         assert (ours.prompt, ours.prompt_token_ids, ours.usage) == (
@@ -60,46 +56,54 @@ def test_many_at_once_are_what_the_engine_alone_gives(tiny_llama: Path) -> None:
         )
 
 
-def test_leaving_the_iterator_aborts_and_frees(tiny_llama: Path) -> None:
-    async def body(engine: AsyncEngine) -> None:
-        stream = engine.generate("abc", SamplingParams(max_tokens=400, ignore_eos=True))
-        async for _ in stream:
-            break
-        await stream.aclose()  # type: ignore[attr-defined]
-        task = asyncio.create_task(last(engine, "abcd", SamplingParams(max_tokens=400, ignore_eos=True)))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        done = await last(engine, "abc", SamplingParams(max_tokens=3, ignore_eos=True))
-        assert len(done.outputs[0].token_ids) == 3
-        while engine.load.used_blocks:
-            await asyncio.sleep(0.01)
-        assert engine.load.running == engine.load.waiting == 0
-
-    run(config_of(tiny_llama), body)
+async def leaving_the_iterator_aborts_and_frees(engine: AsyncEngine) -> None:
+    stream = engine.generate("abc", SamplingParams(max_tokens=400, ignore_eos=True))
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    task = asyncio.create_task(last(engine, "abcd", SamplingParams(max_tokens=400, ignore_eos=True)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    done = await last(engine, "abc", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(done.outputs[0].token_ids) == 3
+    while engine.load.used_blocks:
+        await asyncio.sleep(0.01)
+    assert engine.load.running == engine.load.waiting == 0
 
 
-def test_the_stages_of_the_start_are_told_in_order(tiny_llama: Path) -> None:
+async def bad_requests_are_refused_and_harm_no_other(engine: AsyncEngine) -> None:
+    for prompt, params in (("", None), ([10**6], None), ("a", SamplingParams(stop_token_ids=(10**5,)))):
+        with pytest.raises(InvalidRequestError):
+            await last(engine, prompt, params or SamplingParams())
+    answer = engine.submit(ValidatedRequest((1,) * 10_000, SamplingParams(max_tokens=1)))  # past the door
+    with pytest.raises(InvalidRequestError):
+        await answer.deltas()
+    assert (await last(engine, "a", SamplingParams(max_tokens=2, ignore_eos=True))).finished
+
+
+def test_an_engine_from_its_start_to_its_end(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test for all that ends well, so that one engine is started; nothing of it is left behind."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     stages: list[str] = []
+    pids: list[int] = []
 
     async def body(engine: AsyncEngine) -> None:
         assert list(dict.fromkeys(stages)) == ["connected", "importing", "loading", "warming"]
+        assert engine._process is not None
+        pids.append(engine._process.pid)
+        (folder,) = tmp_path.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert psutil.Process(pids[0]).net_connections("inet") == []  # it speaks by that folder's socket alone
+        await many_are_what_the_engine_alone_gives(engine, tiny_llama)
+        await leaving_the_iterator_aborts_and_frees(engine)
+        await bad_requests_are_refused_and_harm_no_other(engine)
 
     run(config_of(tiny_llama), body, on_stage=lambda stage: stages.append(stage.name))
-
-
-def test_bad_requests_are_refused_and_harm_no_other(tiny_llama: Path) -> None:
-    async def body(engine: AsyncEngine) -> None:
-        for prompt, params in (("", None), ([10**6], None), ("a", SamplingParams(stop_token_ids=(10**5,)))):
-            with pytest.raises(InvalidRequestError):
-                await last(engine, prompt, params or SamplingParams())
-        answer = engine.submit(ValidatedRequest((1,) * 10_000, SamplingParams(max_tokens=1)))  # past the door
-        with pytest.raises(InvalidRequestError):
-            await answer.deltas()
-        assert (await last(engine, "a", SamplingParams(max_tokens=2, ignore_eos=True))).finished
-
-    run(config_of(tiny_llama), body)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
 @pytest.mark.parametrize("moment", ["idle", "busy"])
@@ -155,23 +159,6 @@ def test_one_that_says_it_failed_and_does_not_end_is_ended(tmp_path: Path, monke
     with pytest.raises(HooklineError, match="no room") as caught:
         asyncio.run(start())
     assert caught.value.exit_code == 4
-
-
-def test_nothing_is_left_behind(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    pids: list[int] = []
-
-    async def body(engine: AsyncEngine) -> None:
-        assert engine._process is not None
-        pids.append(engine._process.pid)
-        (folder,) = tmp_path.iterdir()
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert psutil.Process(pids[0]).net_connections("inet") == []  # it speaks by that folder's socket alone
-
-    run(config_of(tiny_llama), body)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
 
 
 def test_a_socket_without_a_place_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
