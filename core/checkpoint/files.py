@@ -73,16 +73,16 @@ def inside(folder: Path, name: str) -> Path:
 
 def read_bytes(folder: Path, name: str, max_bytes: int = _MAX_JSON_BYTES) -> bytes | None:
     """Contents of a side file of a checkpoint folder; None where there is none."""
-    if not (folder / name).is_symlink() and not (folder / name).exists():
-        return None
-    path = inside(folder, name)
-    size = regular_size(path)
-    if size > max_bytes:
-        raise CheckpointError(f"{folder / name} has {size:,} bytes; at most {max_bytes:,} are read")
     try:
+        if not (folder / name).is_symlink() and not (folder / name).exists():
+            return None
+        path = inside(folder, name)
+        size = regular_size(path)
+        if size > max_bytes:
+            raise CheckpointError(f"{folder / name} has {size:,} bytes; at most {max_bytes:,} are read")
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
 
 
 def read_json_object(folder: Path, name: str, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any] | None:

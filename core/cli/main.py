@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from hookline.cli.render import tell
 from hookline.config import PluginOptions
 from hookline.errors import HooklineError
 
@@ -90,14 +91,14 @@ class EngineGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
             raise
         except (KeyboardInterrupt, click.Abort):
-            click.echo("Interrupted.", err=True)
+            tell("Interrupted.")
             ctx.exit(INTERRUPTED)
         except Exception as error:
             if ctx.params["debug"]:
-                click.echo(traceback.format_exc(), err=True, nl=False)
+                tell(traceback.format_exc(), newline=False)
             if not isinstance(error, HooklineError):
                 error = HooklineError(_describe(error), hint="This is unexpected. See where: engine --debug ...")
-            click.echo(f"Error: {error}", err=True)
+            tell(f"Error: {error}")
             ctx.exit(error.exit_code)
 
 

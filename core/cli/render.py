@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0
 
 Unit = Literal["bytes", "prompts", "graphs"]
+
+
+def tell(text: str, newline: bool = True) -> None:
+    """Writes on stderr. Where that cannot be written (a full disk, a terminal that has gone) the work goes on."""
+    with suppress(OSError):
+        click.echo(text, err=True, nl=newline)
 
 
 class ProgressDisplay:
@@ -83,7 +90,7 @@ class ProgressDisplay:
 
     def _print_lines(self) -> None:
         while not self._over.wait(self._seconds):
-            click.echo(self.line(), err=True)
+            tell(self.line())
 
     def line(self) -> str:
         """How far it is, such as `Loading: 12 of 40 MB, 30 %, 20 s`."""

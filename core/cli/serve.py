@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from hookline.cli.options import engine_config, engine_options
-from hookline.cli.render import ProgressDisplay, Unit
+from hookline.cli.render import ProgressDisplay, Unit, tell
 from hookline.cli.speculation import speculative_options
 from hookline.cli.starting import find_model
 from hookline.config import PluginOptions, expand_home, parse_bytes, read_environment
@@ -244,7 +244,7 @@ def _read_keys(name: str) -> list[str]:
 
 
 class _Console:
-    """What the operator sees on stderr: how far the start is, then lines."""
+    """What the operator sees on stderr: how far the start is, then lines. A terminal that has gone ends no server."""
 
     def __init__(self) -> None:
         self._display: ProgressDisplay | None = None
@@ -252,6 +252,10 @@ class _Console:
 
     def show(self, stage: Stage) -> None:
         """A stage of the start goes on."""
+        with suppress(OSError):
+            self._show(stage)
+
+    def _show(self, stage: Stage) -> None:
         if stage.name != self._stage:
             self._stage = stage.name
             text, unit = _STAGES[stage.name]
@@ -264,13 +268,13 @@ class _Console:
             self._display(stage.done, stage.total)
 
     def say(self, text: str) -> None:
-        """Prints lines, below all progress; who cannot be told, such as a full disk, ends no server."""
+        """Prints lines, below all progress."""
         self.close()
-        with suppress(OSError):
-            click.echo(text, err=True)
+        tell(text)
 
     def close(self) -> None:
         """Takes the progress away; it does not come again."""
-        if self._display is not None:
-            self._display.__exit__(None, None, None)
-            self._display = None
+        display, self._display = self._display, None
+        if display is not None:
+            with suppress(OSError):
+                display.__exit__(None, None, None)

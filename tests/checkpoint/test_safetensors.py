@@ -231,17 +231,19 @@ def test_side_files_may_not_lead_out(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_side_files_that_cannot_be_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verb", ["read_bytes", "is_symlink"])
+def test_side_files_that_cannot_be_read(tmp_path: Path, name: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file, or the folder that it is in."""
     folder = write_folder(tmp_path / "m")
     (folder / name).write_text(json.dumps(CONFIG))
-    read = Path.read_bytes
+    does = getattr(Path, verb)
 
-    def refuse(path: Path) -> bytes:  # a mode would not keep root from reading
+    def refuse(path: Path) -> Any:  # a mode would not keep root from reading
         if path.name == name:
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
+        return does(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, verb, refuse)
     with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*Permission denied"):
         _ = SafetensorsReader(folder).tokenizer_source
 

@@ -61,3 +61,10 @@ def test_a_second_interrupt_inside_an_import_does_not_wait(tmp_path: Path) -> No
 def test_a_caller_that_ignores_interrupts_is_obeyed(tmp_path: Path, presses: int) -> None:
     result = _run(tmp_path, presses, handler="SIG_IGN")
     assert (result.returncode, result.stdout) == (0, "imported\nwent on\n")
+
+
+def test_an_error_that_cannot_be_told_keeps_its_exit_code(tmp_path: Path) -> None:
+    """With stderr on a full disk."""
+    command = [sys.executable, "-c", "from hookline.cli.main import main; main()", "show", str(tmp_path / "none")]
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run(command, stderr=full, check=False).returncode == 3

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from hookline.cli import render
 from hookline.cli import serve as module
 from hookline.cli.main import engine as command
 from hookline.config import read_environment
@@ -149,8 +150,13 @@ def test_what_cannot_be_said_keeps_nobody_from_being_served(monkeypatch: pytest.
     def echo(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module.click, "echo", echo)
-    module._Console().say("Serving on nothing")
+    monkeypatch.setattr(render.click, "echo", echo)
+    monkeypatch.setattr(render.ProgressDisplay, "begin", echo)
+    monkeypatch.setattr(render.ProgressDisplay, "__exit__", echo)
+    console = module._Console()
+    for name in ("loading", "warming"):
+        console.show(Stage(name))
+    console.say("Serving on nothing")
 
 
 @pytest.mark.parametrize(("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", (KEY,), False)])

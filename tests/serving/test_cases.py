@@ -36,7 +36,6 @@ from tests.suites.rig import BLOCK, MAX_MODEL_LEN, TOKEN_BYTES, VOCAB, DrivenLoo
 from tests.suites.served import Served, load, metric, metrics, serving, until_true
 from tests.suites.value_fuzz import encode
 from tests.suites.watch import Watch
-from tests.suites.watched_engine import AHEAD
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
@@ -54,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Served]:
     """With steps ahead, as on a GPU: then requests have slots, and steps are in flight when they are aborted."""
-    server = serving(model, environment={AHEAD: "1"})
+    server = serving(model)
     with asyncio.Runner() as runner:
         yield runner.run(server.__aenter__())
         runner.run(server.__aexit__(None, None, None))

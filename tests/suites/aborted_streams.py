@@ -18,7 +18,6 @@ from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import Served, load, metric, metrics, serving, until_true
 from tests.suites.watch import Watch
-from tests.suites.watched_engine import AHEAD
 
 _PLANNED = {Tier.T1: 1_000, Tier.T2: 20_000}
 _TOGETHER = 64
@@ -35,6 +34,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
     forced = [f"left {moment}" for moment in _MOMENTS] + [f"left by {way}" for way in _WAYS]
     forced += ["left in the queue", "left inside a prefill", "left while a grammar is compiled", "left with n > 1"]
     forced += ["preemptions", "survivors", "counted as client_gone", "released within 2 steps"]
+    forced += ["left while preempted"]
     for drafter in ("n-gram", "GLM") if tier is Tier.T2 else ("n-gram",):
         forced += [f"left among drafts, {drafter}", f"accepted drafts, {drafter}"]
     tally = Tally("C1", tier, seed, _PLANNED[tier], forced)
@@ -47,7 +47,7 @@ async def _run(tally: Tally, tier: Tier) -> None:
     drafted = int(count * _DRAFTED)
     with tiny_model() as model:
         # Steps ahead, for only then there are any between an abort and the release of its blocks.
-        async with serving(model, "--grammar-seconds", "0.5", environment={AHEAD: "1"}) as served:
+        async with serving(model, "--grammar-seconds", "0.5") as served:
             watch = Watch(tally, served)
             await watch.begin()
             before = await metrics(served.port)
@@ -62,6 +62,7 @@ async def _run(tally: Tally, tier: Tier) -> None:
             gone = {"finished_reason": "client_gone"}
             tally.event("counted as client_gone", _grown(before, after, "request_success_total", **gone))
             tally.event("released within 2 steps", watch.released)
+            tally.event("left while preempted", watch.left_preempted)
         of_glm = drafted // 2 if tier is Tier.T2 else 0  # its steps take long
         await _drafts(tally, "n-gram", model, _NGRAM, drafted - of_glm)
     if of_glm:
@@ -70,7 +71,7 @@ async def _run(tally: Tally, tier: Tier) -> None:
 
 async def _drafts(tally: Tally, drafter: str, model: Path, options: Sequence[str], count: int) -> None:
     async with serving(model, *options) as served:
-        watch = Watch(tally, served)
+        watch = Watch(tally, served, slots=drafter != "n-gram")
         await watch.begin()
         before, left = await metrics(served.port), tally.cases
         await _waves(watch, count)

@@ -11,22 +11,14 @@ from typing import TypeVar
 from tests.suites.report import Tally
 from tests.suites.served import serving
 from tests.suites.watch import Watch
-from tests.suites.watched_engine import AHEAD
 
 T = TypeVar("T")
 
 
 @asynccontextmanager
-async def watched(
-    tally: Tally, model: Path, *options: str, grammars: bool = True, ahead: bool = False
-) -> AsyncIterator[Watch]:
-    """A server, by its watch, which looks at all invariants when the cases are done.
-
-    Args:
-        grammars: as of `Watch.begin`.
-        ahead: whether its steps are scheduled ahead, so that its requests have slots (I4).
-    """
-    async with serving(model, *options, environment={AHEAD: "1"} if ahead else {}) as served:
+async def watched(tally: Tally, model: Path, *options: str, grammars: bool = True) -> AsyncIterator[Watch]:
+    """A server, by its watch, which looks at all invariants when the cases are done; `grammars` as of `Watch.begin`."""
+    async with serving(model, *options) as served:
         watch = Watch(tally, served)
         await watch.begin(grammars=grammars)
         yield watch

@@ -8,7 +8,7 @@ from typing import Any
 from tests.suites.raw_client import Connection, Reply, Told, ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
-from tests.suites.served import Served, metric, metrics, serving
+from tests.suites.served import metric, metrics, serving
 from tests.suites.watch import Watch
 
 _PLANNED = {Tier.T1: 200, Tier.T2: 1_000}
@@ -44,12 +44,13 @@ async def _run(tally: Tally, pairs: int) -> None:
             watch = Watch(tally, served)
             await watch.begin(grammars=False)
             prompts = [f"Dear client {number}, " for number in range(2 * _TOGETHER)]
-            due = [(await ask(served.port, "/v1/completions", _body(prompt))).text for prompt in prompts]
+            alone = [await ask(served.port, "/v1/completions", _body(prompt)) for prompt in prompts]
+            for reply in alone:
+                watch.reply("alone", reply)
+            due = [reply.text for reply in alone]
             for first in range(0, pairs, _TOGETHER):
                 kinds = [list(_PAIRS)[number % len(_PAIRS)] for number in range(first, min(first + _TOGETHER, pairs))]
-                await asyncio.gather(
-                    *(_pair(tally, watch, served, at, kind, prompts, due) for at, kind in enumerate(kinds))
-                )
+                await asyncio.gather(*(_pair(tally, watch, at, kind, prompts, due) for at, kind in enumerate(kinds)))
             await watch.check("at the end")
             came = metric(await metrics(served.port), "request_received_total")
             told = [line for line in served.said.splitlines() if " ended: " in line]
@@ -60,15 +61,13 @@ def _body(prompt: str) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 16, "ignore_eos": True, "temperature": 0}
 
 
-async def _pair(
-    tally: Tally, watch: Watch, served: Served, at: int, kind: str, prompts: list[str], due: list[str]
-) -> None:
+async def _pair(tally: Tally, watch: Watch, at: int, kind: str, prompts: list[str], due: list[str]) -> None:
     """Two requests at a time. Where both are served, one of them may leave: the other must not notice."""
     tally.event(f"ids {kind}")
     leaves = kind not in _REFUSED and tally.random.random() < 0.3
     with tally.case(kind):
         replies = await asyncio.gather(
-            *(_one(served, prompts[2 * at + which], _PAIRS[kind][which], leaves and not which) for which in (0, 1))
+            *(_one(watch, prompts[2 * at + which], _PAIRS[kind][which], leaves and not which) for which in (0, 1))
         )
         for which, reply in enumerate(replies):
             if reply is None:
@@ -87,12 +86,14 @@ async def _pair(
             tally.expect(sound and "x-other" not in reply.headers, f"ids {kind}: the headers are {reply.headers}")
 
 
-async def _one(served: Served, prompt: str, label: str, leaves: bool) -> Reply | None:
+async def _one(watch: Watch, prompt: str, label: str, leaves: bool) -> Reply | None:
     """Its reply; None if it leaves at the first token."""
-    async with Connection(served.port) as connection:
+    async with Connection(watch.served.port) as connection:
         connection.send("POST", "/v1/completions", {**_body(prompt), "stream": leaves}, {"X-Request-Id": label})
         if leaves:
-            await connection.follow(Told(), 1)
+            told = Told()
+            await connection.follow(told, 1)
             connection.reset()
+            watch.reply(f"who leaves, id {label!r:.50}", told)
             return None
         return await connection.reply()

@@ -222,7 +222,10 @@ async def _streams(tally: Tally, watch: Watch) -> AsyncIterator[list[float]]:
     """Streams of others that run on and on, each as it runs alone; the seconds between their tokens, as they come."""
     port, gaps, over = watch.served.port, list[float](), asyncio.Event()
     every = [{**_STREAM, "prompt": f"{number} little grammars, "} for number in range(_STREAMS)]
-    alone = [reply.text for reply in await asyncio.gather(*(ask(port, "/v1/completions", body) for body in every))]
+    replies = await asyncio.gather(*(ask(port, "/v1/completions", body) for body in every))
+    for reply in replies:
+        watch.reply("another, alone", reply)
+    alone = [reply.text for reply in replies]
 
     async def run_on(body: Mapping[str, Any], due: str) -> None:
         while not over.is_set():
@@ -230,6 +233,7 @@ async def _streams(tally: Tally, watch: Watch) -> AsyncIterator[list[float]]:
             async with Connection(port) as connection:
                 connection.send("POST", "/v1/completions", {**body, "stream": True})
                 await connection.follow(told)
+            watch.reply("another's stream", told)
             whole = (told.text(), told.finish) == (due, {0: "length"})
             tally.expect(whole, f"another's stream is {told}, alone {due!r}")
             tally.event("over HTTP: streams of others")

@@ -11,10 +11,11 @@ import asyncio
 import gc
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from hookline import Engine
@@ -91,6 +92,51 @@ def slot_faults(engine: Engine) -> list[str]:
     if free != list(range(engine.config.max_running)):
         faults.append(f"I4: {len(free)} of {engine.config.max_running} slots are free, or some twice")
     return faults
+
+
+class Poison:
+    """What slots hold that are free (I4): only what gives a slot to a request may write there.
+
+    Attributes:
+        slots: how many there are; 0 where steps are not scheduled ahead.
+    """
+
+    _VALUE = -77
+
+    def __init__(self, engine: Engine) -> None:
+        runner: Any = engine._runner
+        self._kept: dict[str, torch.Tensor] = {}
+        self._given = _Given()
+        self.slots = 0
+        if isinstance(runner, DeviceRunner):
+            # The last slot is nobody's: rows of padding write there.
+            self.slots = engine.config.max_running
+            kept = runner.batch.kept
+            self._kept = {item.name: getattr(kept, item.name)[: self.slots] for item in fields(kept)}
+            self._given = runner.batch._slots = _Given(runner.batch._slots)
+        self._given.slots = set(range(self.slots))
+
+    def put(self) -> None:
+        """Poisons all slots, none of which may be taken."""
+        for values in self._kept.values():
+            values.fill_(self._VALUE)
+        self._given.slots.clear()
+
+    def faults(self) -> list[str]:
+        """What was written since to slots that nobody had."""
+        free = sorted(set(range(self.slots)) - self._given.slots)
+        wrong = [name for name, values in self._kept.items() if bool((values[free] != self._VALUE).any())]
+        return [f"I4: {name} of slots that are free was written" for name in wrong]
+
+
+class _Given(dict[Request, int]):
+    """The slots of requests, and all that were given since somebody cleared them."""
+
+    slots: set[int]
+
+    def __setitem__(self, request: Request, slot: int) -> None:
+        self.slots.add(slot)
+        super().__setitem__(request, slot)
 
 
 class Probe:

@@ -97,6 +97,7 @@ async def _run_server(tally: Tally, known: list[tuple[str, str]]) -> None:
                 with tally.case("server: a completion with a key"):
                     async with Connection(served.port, key) as connection:
                         reply = await connection.call("POST", "/v1/completions", real.PROBE)
+                    watch.reply("server: with a key", reply)
                     tally.expect(reply.status == 200, f"server: with a key a completion gets {reply.status}")
             with tally.case("server: after all"):
                 await watch.check("after those without a key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,8 @@ _TARGETS = ("engine", "front")
 _MOMENTS = ("start", "idle", "prefill", "decode", "drain")
 # At T1 not all: the front's death is the same for the engine whatever it does, an idle engine's has nobody to tell, and
 # one in a prefill is one in decode.
-_CUT = (("front", "idle"), ("front", "prefill"), ("front", "drain"), ("front", "start"))
-_CUT += (("engine", "idle"), ("engine", "prefill"))
+_CUT = {("front", "start"), ("front", "idle"), ("front", "prefill"), ("front", "drain")}
+_CUT |= {("engine", "idle"), ("engine", "prefill")}
 # Seconds from when the engine's process is there to the kill: at once, and while it loads.
 _AT_START = {
     Tier.T1: (("engine", 1.0),),
@@ -63,7 +64,7 @@ async def _run(tally: Tally, cases: Sequence[tuple[str, str]], tier: Tier) -> No
     with tiny_model() as model:
         for _ in range(_ROUNDS[tier]):
             await asyncio.gather(
-                _at_start(tally, model, _AT_START[tier]),
+                _at_start(tally, model, _AT_START[tier], _SERVED[tier]),
                 _one_after_the_other(tally, model, [case for case in cases if case[1] != "start"], _SERVED[tier]),
             )
 
@@ -113,12 +114,19 @@ async def serves(tally: Tally, served: Served, due: str, count: int) -> None:
         tally.event("new servers looked at")
 
 
-async def _at_start(tally: Tally, model: Path, cases: Sequence[tuple[str, float]]) -> None:
+async def _at_start(tally: Tally, model: Path, cases: Sequence[tuple[str, float]], count: int) -> None:
+    """Behind each comes a server on the same port."""
+    due = ""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     for target, wait in cases:
         label = f"{target}, start, {wait:g} s"
         with tally.case(label):
-            async with launched(model) as served:
+            async with launched(model, port=port) as served:
                 await _kill_start(tally, served, target, wait, label)
+            async with serving(model, port=port) as served:
+                due = due or await first_text(tally, port)
+                await serves(tally, served, due, count)
 
 
 async def _kill_start(tally: Tally, served: Served, target: str, wait: float, label: str) -> None:

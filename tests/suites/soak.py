@@ -153,8 +153,10 @@ class _Life:
     async def _leave(self, body: dict[str, Any], events: int) -> None:
         async with Connection(self._served.port) as connection:
             connection.send("POST", "/v1/completions", {**body, "max_tokens": 80, "stream": True})
-            await connection.follow(Told(), events) if events else await asyncio.sleep(0.01)
+            told = Told()
+            await connection.follow(told, events) if events else await asyncio.sleep(0.01)
             connection.reset()
+            self._watch.reply("who leaves", told)
 
     def faults(self, tier: Tier) -> list[str]:
         """What grew."""

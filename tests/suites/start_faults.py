@@ -25,6 +25,7 @@ from tests.suites.raw_client import ask
 from tests.suites.report import SuiteReport, Tally, Tier
 from tests.suites.rig import tiny_model
 from tests.suites.served import PROBE, launched, serving
+from tests.suites.watch import judge
 
 _SECONDS = 30.0
 # Each start takes most of a processor.
@@ -170,6 +171,7 @@ async def _serve_beside_full_cache(tally: Tally, model: Path) -> None:
         names = ("TRITON_CACHE_DIR", "HOOKLINE_CACHE_DIR")
         async with serving(model, environment=dict.fromkeys(names, str(disk))) as served:
             reply = await ask(served.port, "/v1/completions", PROBE)
+            judge(tally, _FULL_CACHE, reply)
             tally.event(_FULL_CACHE, tally.expect(reply.status == 200, f"beside a full cache: {reply}"))
 
 

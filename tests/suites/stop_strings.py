@@ -161,7 +161,7 @@ class _Told(Told):
 async def _over_http(tally: Tally, tier: Tier, tokenizer: Tokenizer) -> None:
     chances = [random.Random(tally.random.random()) for _ in range(_SERVED[tier] // _OF_ONE)]
     with tiny_model() as model:
-        async with watched(tally, model, ahead=True) as watch:
+        async with watched(tally, model) as watch:
             await several(_TOGETHER, partial(_one_text, tally, watch, tokenizer), chances)
 
 

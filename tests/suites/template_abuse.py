@@ -200,7 +200,7 @@ def _say(tally: Tally, words: str) -> None:
 async def _over_http(tally: Tally, tier: Tier) -> None:
     sources = {**_ABUSE, **_BLANK, **_UNSOUND}
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(GOLDEN_MODEL / "tokenizer.json")))
-    async with watched(tally, GOLDEN_MODEL, *_GLM, grammars=False, ahead=True) as watch:
+    async with watched(tally, GOLDEN_MODEL, *_GLM, grammars=False) as watch:
         for name in tally.random.sample([*sources], _SENT[tier]):
             for path in _ROUTES:
                 for field in _FIELDS:

@@ -17,10 +17,10 @@ import pytest
 
 from tests.suites import served as served_module
 from tests.suites import watch as watch_module
-from tests.suites.invariants import reply_faults
+from tests.suites.invariants import Poison, reply_faults
 from tests.suites.raw_client import Connection, Reply, Told, ask
 from tests.suites.report import Tally, Tier
-from tests.suites.rig import tiny_model
+from tests.suites.rig import DrivenLoop, small_engine, tiny_model
 from tests.suites.served import Served, load, metrics, serving, until_true
 from tests.suites.watch import Watch
 
@@ -266,3 +266,19 @@ def test_a_reply_is_judged_by_its_head_its_body_and_the_error_in_a_stream() -> N
         "I8: a reply holds '/a/b/c.py'",
     ]
     assert len(reply_faults(Reply(400, {}, b'{"message": "File \\"<stdin>\\", line 1"}'))) == 1
+
+
+def test_what_is_written_to_a_free_slot_is_told() -> None:
+    with tiny_model() as model:
+        engine = small_engine(model, overlap=True)
+        poison = Poison(engine)
+        assert poison.slots == engine.config.max_running
+        poison.put()
+        loop = DrivenLoop(engine)
+        loop.serve([[1, 2, 3], [4, 5]], max_tokens=3, ignore_eos=True)
+        engine.settle()
+        assert poison.faults() == []
+        cast(Any, engine._runner).batch.kept.last_tokens[poison.slots - 1] = 1
+        assert poison.faults() == ["I4: last_tokens of slots that are free was written"]
+        poison.put()
+        assert poison.faults() == []

@@ -152,7 +152,7 @@ def _check(tally: Tally, loop: DrivenLoop, tokenizer: Tokenizer, kind: str, ids:
 async def _over_http(tally: Tally, tier: Tier, model: Path, tokenizer: Tokenizer) -> None:
     """All that a client sees: of texts and tokens of all kinds, and of what is no text."""
     texts = [(text, tally.random.randrange(2**31)) for text in _texts(tally.random, _SERVED[tier])]
-    async with watched(tally, model, grammars=False, ahead=True) as watch:
+    async with watched(tally, model, grammars=False) as watch:
         await several(_TOGETHER, partial(_serve, tally, watch, tokenizer), texts)
         await several(_TOGETHER, partial(_serve_halves, tally, watch), _PLACES)
 
@@ -183,7 +183,7 @@ async def _serve(tally: Tally, watch: Watch, tokenizer: Tokenizer, asked: tuple[
         tally.expect(choice["text"] == begins + ends, f"{sent}: {choice['text']!r} is not {begins!r} and {ends!r}")
         tally.expect(told.text() == choice["text"], f"{sent}: streams {told}, else {choice['text']!r}")
         for tokens, whole in ((known, begins), (added, ends)):
-            found = (await ask(port, "/detokenize", {"tokens": tokens})).json
+            found = (await _sent(watch, "/detokenize", {"tokens": tokens})).json
             tally.expect(found == {"prompt": whole}, f"{tokens} are {found}, not {whole!r}")
         tally.event("over HTTP: texts" if is_text else "over HTTP: tokens")
         tally.event("over HTTP: broken characters", _BROKEN in ends)
@@ -204,7 +204,7 @@ async def _serve_halves(tally: Tally, watch: Watch, place: tuple[str, bytes]) ->
         tally.event("over HTTP: pairs")
 
 
-async def _sent(watch: Watch, path: str, body: bytes) -> Reply:
+async def _sent(watch: Watch, path: str, body: object) -> Reply:
     reply = await ask(watch.served.port, path, body)
     watch.reply(f"{path}: {body!r}", reply)
     return reply

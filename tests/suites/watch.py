@@ -38,17 +38,20 @@ class Watch:
 
     Args:
         key: what the server asks for.
+        slots: whether its requests have slots, as all have but those with drafts from n-grams.
 
     Attributes:
         tally: learns of every fault.
         released: requests that were aborted while they held blocks, all of which were free within two steps.
+        left_preempted: requests that were aborted while they waited for blocks that had been taken from them.
     """
 
-    def __init__(self, tally: Tally, served: Served, key: str = "") -> None:
+    def __init__(self, tally: Tally, served: Served, key: str = "", *, slots: bool = True) -> None:
         self.tally = tally
         self.served = served
         self._key = key
-        self.released = 0
+        self._slots = slots
+        self.released = self.left_preempted = 0
         self._probe = ""
         self._used = (0, 0)  # tokens of the probe's prompt and answer
         self._before = ""
@@ -64,9 +67,12 @@ class Watch:
         """
         port = self.served.port
         grammar = {"structured_outputs": {"choice": ["a", "b"]}} if grammars else {}
-        await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}, key=self._key) for _ in range(16)))
+        warm = await asyncio.gather(*(stream(port, {**PROBE, "n": 2, **grammar}, key=self._key) for _ in range(16)))
         self._ask_for_looks("engine")
         found = await ask(port, "/v1/completions", PROBE, self._key)
+        for told in warm:
+            self.reply("the warm-up", told)
+        self.reply("the warm-up", found)
         self._probe, self._used = found.text, _used(found.json["usage"])
         ids = (await ask(port, "/tokenize", {"prompt": PROBE["prompt"]}, self._key)).json["tokens"]
         counted = (len(ids), PROBE["max_tokens"])
@@ -77,7 +83,8 @@ class Watch:
         held = {process.pid: Resources.of(process.pid) for process in self.served.lasting()}
         self._resources = {pid: replace(value, threads=value.threads + _POOL_THREADS) for pid, value in held.items()}
         self._ask_for_looks("front")
-        await self._look("engine")  # what the warm-up left does not count
+        slots = (await self._look("engine"))["slots"]  # what else the warm-up left does not count
+        self.tally.expect(bool(slots) is self._slots, f"I4: there are {slots} slots to look at")
         self._held = await self._look("front")
 
     def reply(self, label: str, reply: Reply | Told) -> None:
@@ -160,6 +167,7 @@ class Watch:
         """What the processes see of themselves: I1 to I4, I13, I14 of the engine, I3, I5, I10, I14 of the front."""
         engine = await self._look("engine")
         self.released += engine["released"]
+        self.left_preempted += engine["left_preempted"]
         for fault in engine["faults"]:
             self.tally.fail(f"{label}: {fault}")
         slowest = engine["slowest_step"]

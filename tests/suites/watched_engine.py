@@ -2,14 +2,13 @@
 
 SIGUSR1 asks, and the answer is there when nothing runs any more after another step, in a file of the folder that the
 environment names.
-Where the environment says so, steps are scheduled ahead, as on a GPU: then requests have slots, and blocks are held
-until the steps in flight are over.
+Steps are scheduled ahead, as on a GPU: so requests have slots, and blocks are held until the steps in flight are over.
+Drafts from n-grams are the exception. What free slots hold is poisoned at rest, and must be so when it rests again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 import time
@@ -23,8 +22,6 @@ if TYPE_CHECKING:  # what takes long to import comes when the engine's own has c
     from hookline import Engine
     from hookline.scheduling.request import Request
 
-# Of the environment: set where steps are to be scheduled ahead.
-AHEAD = "SUITE_AHEAD"
 # Steps between the arrival of an abort and the release of its blocks.
 _RELEASE_STEPS = 2
 # Requests whose objects an engine keeps until its next step: those of the last ones.
@@ -36,7 +33,7 @@ class WatchedChannel(engine_process.Channel):
 
     def receive(self, seconds: float) -> Iterator[messages.ToEngine]:
         for message in super().receive(seconds):
-            if isinstance(message, messages.Start) and os.environ.get(AHEAD):
+            if isinstance(message, messages.Start):
                 message = messages.Start(dataclasses.replace(message.config, overlap=True))
             yield message
 
@@ -45,13 +42,15 @@ class WatchedLoop(engine_process.EngineLoop):
     """The loop, with an eye on it."""
 
     def __init__(self, engine: Engine, channel: engine_process.Channel) -> None:
-        from tests.suites.invariants import Census
+        from tests.suites.invariants import Census, Poison
 
         super().__init__(engine, channel)
         self._census = Census()
+        self._poison = Poison(engine)
         self._outside: Outside | None = None
         self._asked: int | None = None
         self._leaving: list[tuple[Request, int]] = []
+        self._left_preempted = 0
         self._released = self._slowest_release = 0
         self._slowest_step = 0.0
 
@@ -75,6 +74,7 @@ class WatchedLoop(engine_process.EngineLoop):
         request_id = self._ids.get(command.number) if isinstance(command, messages.Abort) else None
         known = [] if request_id is None else self._engine._outputs.unfinished(request_id)
         left = [request for request in known if request.block_table]
+        self._left_preempted += sum(bool(request.preemptions) and not request.block_table for request in known)
         super()._take(command)
         self._leaving += [(request, self._steps) for request in left]
         self._follow()
@@ -98,7 +98,7 @@ class WatchedLoop(engine_process.EngineLoop):
         """What is wrong at rest, and the seconds of the slowest step since the last look."""
         from tests.suites.invariants import engine_faults
 
-        faults = engine_faults(self._engine) + self._census.faults(_KEPT)
+        faults = engine_faults(self._engine) + self._census.faults(_KEPT) + self._poison.faults()
         if self._outside is not None:
             faults += [f"I14: the engine {deed}" for deed in self._outside.deeds]
         if self._ids or self._numbers:
@@ -107,8 +107,10 @@ class WatchedLoop(engine_process.EngineLoop):
             faults.append(f"I1: {len(self._leaving)} aborted requests hold blocks")
         if self._slowest_release > _RELEASE_STEPS:
             faults.append(f"blocks of an aborted request came back after {self._slowest_release} steps")
-        seen = {"faults": faults, "released": self._released, "slowest_step": self._slowest_step}
-        self._released = self._slowest_release = 0
+        self._poison.put()
+        counts = {"slots": self._poison.slots, "released": self._released, "left_preempted": self._left_preempted}
+        seen = {"faults": faults, "slowest_step": self._slowest_step, **counts}
+        self._released = self._slowest_release = self._left_preempted = 0
         self._slowest_step = 0.0
         return seen
 
