@@ -92,8 +92,9 @@ class Guards:
         if self._hosts is None:
             return
         names = _values(scope, b"host")
-        host = _without_port(names[0].decode("latin-1").lower()) if len(names) == 1 else ""
-        if host not in self._hosts:
+        if len(names) != 1:
+            raise ApiError(400, f"A request has one header Host; this one has {len(names)}.", code="invalid_host")
+        if _without_port(names[0].decode("latin-1").lower()) not in self._hosts:
             raise ApiError(
                 400, "The header Host names another server. Allow it with --allowed-host.", code="invalid_host"
             )

@@ -75,6 +75,16 @@ def test_hosts(host: str, allowed: tuple[str, ...], name: str, status: int) -> N
     assert asyncio.run(call(guards, ("host", name))) == status
 
 
+def test_a_request_has_one_host() -> None:
+    async def run() -> None:
+        guarded, _ = make_guarded(config(api_keys=()))
+        async with serving(guarded) as wire:
+            answer = await wire.exchange(b"GET /v1/models HTTP/1.0\r\n\r\n")
+            assert answer.last.status == 400 and b"one header Host; this one has 0" in answer.raw
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

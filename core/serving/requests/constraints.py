@@ -82,7 +82,7 @@ def requested_grammar(body: ConstraintFields, limits: Limits) -> tuple[GrammarSp
         asked.extend([(kind, old, old_name)] if old is not None else [])
     if len(asked) > 1:
         names = " and ".join(param for _, _, param in asked)
-        raise ApiError(400, f"An answer obeys one constraint, and {names} are {len(asked)}.", param=asked[1][2])
+        raise ApiError(400, f"An answer obeys one constraint; there are {len(asked)}: {names}.", param=asked[1][2])
     if not asked:
         return None, ""
     kind, value, param = asked[0]
