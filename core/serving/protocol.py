@@ -272,6 +272,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Closes for the client's reading, and throws away what it still sends until it closes, or time is up."""
         self._is_over = True
         self._stop_timers()
+        if self._running is not None:
+            self._running.waiting_for_100_continue = False  # which it would write behind the end
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()

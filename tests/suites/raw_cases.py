@@ -71,6 +71,7 @@ _BAD_LINES = {
     "two hosts": _head(b"Host: localhost"),
 }
 _BAD_BODIES = {
+    "broken chunk, to be continued": POST + TE + b"chunked\r\nExpect: 100-continue\r\n\r\nxyz\r\nabc\r\n",
     "length and chunks": POST + CL + b"3\r\n" + TE + b"chunked\r\n\r\n" + chunk(b"abc"),
     "chunks and length": POST + TE + b"chunked\r\n" + CL + b"3\r\n\r\n" + chunk(b"abc"),
     "two lengths": POST + CL + b"3\r\n" + CL + b"4\r\n\r\nabc",
