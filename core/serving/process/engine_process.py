@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -304,6 +305,8 @@ def main(path: str, parent: int) -> int:
     """Serves until the parent asks for the end or goes; answers with the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are the parent's to hear, which then lets requests end
         signal.signal(number, signal.SIG_IGN)
+    # The parent has tried it. Python would try it by a file, which `watch_parent` may leave there.
+    tempfile.tempdir = str(Path(path).parent.parent)
     watch_parent(parent, path)
     channel = Channel(path)
     try:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -17,10 +18,11 @@ import zmq
 
 from hookline.config import EngineConfig
 from hookline.engine import Engine
+from hookline.errors import HooklineError
 from hookline.grammar import GrammarSpec
 from hookline.sampling_params import SamplingParams
 from hookline.scheduling.output import OutputDelta
-from hookline.serving.process import messages
+from hookline.serving.process import engine_process, messages
 from hookline.serving.process.engine_process import Channel, EngineLoop, facts
 
 
@@ -261,6 +263,23 @@ def test_a_process_whose_parent_went_before_it_began_ends(tmp_path: Path) -> Non
     gone.wait()
     command = [sys.executable, "-m", "hookline.serving.process.engine_process", f"{tmp_path}/s", str(gone.pid)]
     assert subprocess.run(command, timeout=30).returncode == 1
+
+
+def test_it_takes_its_parents_temporary_folder_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tries one by writing a file, which would stay if the process ended meanwhile."""
+
+    class Silent(Wire):
+        def close(self) -> None: ...
+
+    def fail(channel: object) -> None:
+        raise HooklineError("no engine")
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name, stand_in in (("watch_parent", lambda *_: None), ("Channel", lambda path: Silent()), ("start", fail)):
+        monkeypatch.setattr(engine_process, name, stand_in)
+    assert engine_process.main(str(tmp_path / "hookline-1" / "engine"), os.getpid()) == HooklineError.exit_code
+    assert tempfile.gettempdir() == str(tmp_path)
 
 
 def _is_there(pid: int) -> bool:
