@@ -20,6 +20,7 @@ from hookline.benchmark.workload import Lengths, fixed_lengths, lognormal_length
 from hookline.cli.options import adapt_options, engine_options
 from hookline.cli.output_file import check_output
 from hookline.cli.remote import PORTS, RemoteServer, check_local_options, read_key, split_url, url_options
+from hookline.cli.render import tell
 from hookline.cli.source import read_subject, source_options, subject_config
 from hookline.cli.speculation import speculative_config, speculative_options
 from hookline.cli.starting import start_engine
@@ -162,7 +163,7 @@ def latency(
 
         engine, routing, steps = found.engine, values["expert_routing"], None
         found.check_fits([length])
-        result = measure_latency(engine, engine.vocab_size, batch, length, repeats, choice, say=_say)
+        result = measure_latency(engine, engine.vocab_size, batch, length, repeats, choice, say=tell)
         if engine.config.speculative is not None:
             steps = found.time_steps(batch, input_len, repeats, choice)
         workload = {"batch": batch, "input_len": input_len, "output_len": output_len, "repeats": repeats}
@@ -366,10 +367,6 @@ def _described(values: Mapping[str, Any], work: list[Lengths]) -> dict[str, Any]
 def _plain_floors(found: Bench) -> list[str]:
     """A note where the floors do not know what was measured."""
     return ["The floors are those of steps without drafts."] if found.drafts else []
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
 
 
 def _print(report: Report | LoadReport, values: Mapping[str, Any]) -> None:

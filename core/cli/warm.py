@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hookline.cli.options import adapt_options, engine_options
+from hookline.cli.render import tell
 from hookline.cli.source import read_subject, source_options, subject_config
 from hookline.cli.starting import find_model, start_engine
 from hookline.config import EngineConfig, PluginOptions
@@ -80,7 +81,7 @@ def _tune(subject: Subject, config: EngineConfig, device: torch.device, seconds:
     products = model_products(opened)
     found: list[tuning.TunedChoice] = []
     path = None
-    for choice in sweep(products, dtype=opened.model.dtype, device=device, seconds=seconds, report=_say):
+    for choice in sweep(products, dtype=opened.model.dtype, device=device, seconds=seconds, report=tell):
         path = tuning.store([choice])  # at each: an interrupt loses nothing
         found.append(choice)
     for choice in sorted(found, key=lambda choice: choice.key):
@@ -191,7 +192,3 @@ def _run_requests(engine: Engine) -> int:
             engine.generate(group, SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, **way))
             count += len(group)
     return count
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
