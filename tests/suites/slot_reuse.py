@@ -103,7 +103,7 @@ def run(tier: Tier, seed: int) -> SuiteReport:
             census = Census()
             loop = DrivenLoop(small_engine(model, **options))
             places = _Places(loop.engine)
-            for script in range(_PLANNED[tier] // len(_WAYS)):
+            for script in range(math.ceil(_PLANNED[tier] / len(_WAYS))):
                 label = f"{way}, script {script}"
                 if places.slots is not None:
                     places.slots.last.clear()  # one script's slots count, not those of the script before
