@@ -101,6 +101,7 @@ class DeviceRunner(Runner):
         self.edits.reserve(state)
 
     def release(self, request: Request) -> None:
+        super().release(request)
         self.batch.release(request)
         self.edits.release(request)
         self._reporting.pop(request, None)

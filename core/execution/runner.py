@@ -107,6 +107,7 @@ class Runner:
 
     def release(self, request: Request) -> None:
         """Takes note that a request has ended or lost its cache."""
+        self.sampler.forget()
 
     def _run(self, prepared: PreparedBatch, states: Mapping[str, SamplingState]) -> StepResult:
         hidden = self.model.forward(prepared.forward)

@@ -79,6 +79,10 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of the last step's requests, one of which has ended."""
         self._batch = _Batch((), (), (), ())
 
     @torch.inference_mode()

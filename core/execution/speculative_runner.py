@@ -119,6 +119,7 @@ class SpeculativeRunner(Runner):
         return Flight(batch, result)
 
     def release(self, request: Request) -> None:
+        super().release(request)
         self._ngrams.pop(request, None)
         if self._thinking is not None:
             self._thinking.forget(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from hookline import Engine, EngineConfig, SamplingParams
 from hookline.config import SpeculativeConfig
+from hookline.execution.sampling_state import SamplingState
 from hookline.execution.speculative_runner import SpeculativeRunner
 from hookline.execution.unified_runner import UnifiedRunner
 from tests.execution.test_device_runner import EDITED, PARAMS, results, spy_on_launches
@@ -197,6 +200,33 @@ def test_an_interrupt_after_a_preemption_loses_nothing(where: str, drafts: int, 
             assert results([outputs[name] for name in names]) == want, first
             finish(run)
             assert not run._runner.batch._slots
+
+
+def living_states() -> int:
+    gc.collect()
+    return sum(type(item) is SamplingState for item in gc.get_objects())
+
+
+@pytest.mark.parametrize(("overlap", "drafts"), [(False, 0), (True, 0), (False, 3), (True, 3)])
+def test_what_requests_have_in_the_sampler_goes_with_them(overlap: bool, drafts: int, engine: Make) -> None:
+    """Also that of drafts that a step settles on the host, behind which the host has nothing more to do."""
+    before = living_states()
+    with engine(overlap, drafts) as run:
+        reserve, alive = run._runner.reserve, list[weakref.ref[SamplingState]]()
+
+        def seen(state: SamplingState) -> None:
+            alive.append(weakref.ref(state))
+            reserve(state)
+
+        run._runner.reserve = seen  # type: ignore[method-assign]
+        run.generate(
+            PROMPTS, [SamplingParams(temperature=0.8, seed=1, max_tokens=9, logit_bias={5: 1.0})] * len(PROMPTS)
+        )
+        finish(run)
+        gc.collect()
+        assert len(alive) == len(PROMPTS) and not any(state() for state in alive)
+        more = living_states() - before
+        assert more <= 0, f"{more} of rows of drafts"
 
 
 def test_lost_steps_end_their_own_requests(engine: Make) -> None:
