@@ -32,7 +32,7 @@ gpu-test: $(TEST_READY)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu
 
 soak: $(TEST_READY)
-	$(BIN)/python -m tests.suites --tier 2
+	$(BIN)/python -m tests.suites --tier 2 --lanes
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

@@ -35,6 +35,12 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "S1": "soak",
     }
 )
+# Suites that may run beside each other, those of a lane one after the other: the first have no server, or wait for
+# deadlines most of the time. In the others a clock judges what neighbours slow down.
+LANES = (
+    ("F3", "K4", "E1", "E2", "X1", "X2", "S2", "K2"),
+    ("F1", "F2", "G2", "G3", "C1", "C2", "K1", "K5"),
+)
 DEFAULT_SEED = 20_240
 
 

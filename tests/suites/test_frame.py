@@ -12,9 +12,10 @@ import pytest
 from hookline.scheduling.request import Request
 from hookline.serving.process import messages
 from tests.suites import clock, invariants, soak
-from tests.suites.__main__ import main
+from tests.suites.__main__ import _run_lanes, main
 from tests.suites.faults import Fault, installed
 from tests.suites.invariants import Census, Resources, idle_faults
+from tests.suites.registry import LANES, SUITES
 from tests.suites.report import SuiteReport, Tally, Tier, page
 from tests.suites.rig import DrivenLoop, small_engine, tiny_model
 from tests.suites.watched_engine import WatchedLoop
@@ -51,6 +52,15 @@ def test_the_page_says_what_is_left_of_the_plan_and_why() -> None:
     assert "K1 at T2: planned: 100; cut to 48: there are no worker ranks yet" in told("K1", Tier.T2, 48)
     assert told("G1", Tier.T2, 99).endswith("planned: 20,040; cut to 99: nobody says why")
     assert "planned:" not in told("G1", Tier.T2, 20_040) and "planned:" not in told("T", Tier.T1, 0)
+
+
+def test_suites_in_lanes_are_told_on_one_page_and_none_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    every = [name for lane in LANES for name in lane]
+    assert len(set(every)) == len(every) and set(every) < set(SUITES)
+    assert main(["--lanes", "--suite", "S2"]) == 0
+    assert "1 suites, 4 cases" in capfd.readouterr().out
+    with pytest.raises(RuntimeError, match="the process of S2, no suite ended with 0 reports of 2"):
+        list(_run_lanes([["S2", "no suite"]], Tier.T1, 0))
 
 
 def test_a_soak_tells_growth_from_noise() -> None:
