@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,8 @@ class TestOptions:
         for place, entry in enumerate(found[1:], start=1):
             assert entry.token_id == ids[place]
             assert abs(entry.logprob - float(want[place - 1, ids[place]])) < 1e-4
-        assert sum(e.logprob for e in output.outputs[0].logprobs) == output.outputs[0].cumulative_logprob
+        total = sum(entry.logprob for entry in output.outputs[0].logprobs)
+        assert math.isclose(output.outputs[0].cumulative_logprob, total, rel_tol=1e-12)
 
     def test_prompt_logprobs_in_chunks_are_the_same(self, tiny_llama: Path, engine: Engine) -> None:
         params = dataclasses.replace(GREEDY, prompt_logprobs=0, max_tokens=2)

@@ -151,9 +151,9 @@ def test_who_takes_too_little_is_dropped(tokenizer: Tokenizer, prompts: int) -> 
         async with rig.call("/v1/completions", BODY | {"prompt": ["ab"] * prompts}, **extensions) as reply:
             answers = [await rig.engine.answer(number) for number in range(prompts)]
             for number in range(9):
-                for answer in answers:
-                    answer.feed(delta(f"{number}" * 90))
-                    await reply.until(has(f"{number}{number}".encode()))
+                for name, answer in zip("xy", answers, strict=False):
+                    answer.feed(delta(f"{number}{name}" * 45))
+                    await reply.until(has(f"{number}{name}{number}".encode()))
             reply.taking.clear()
             for number in range(2 * prompts + 1):  # the first is taken, and lies in the connection
                 answers[number % prompts].feed(delta("b" * (90 // prompts)))
