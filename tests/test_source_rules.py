@@ -135,6 +135,14 @@ def swallowed_faults(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{path}:{node.lineno} suppresses every {broad[0]}: name the errors"
 
 
+def stderr_faults(path: str, tree: ast.Module) -> Iterator[str]:
+    """Commands tell by the one function for which a stderr that cannot be written is no error."""
+    own = path == "core/cli/render.py"
+    for node in [] if own else ast.walk(tree):
+        if isinstance(node, ast.Call) and any(option.arg == "err" for option in node.keywords):
+            yield f"{path}:{node.lineno} writes on stderr by itself: use hookline.cli.render.tell"
+
+
 def _does_nothing(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Pass) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
@@ -200,6 +208,7 @@ SOURCE_RULES: tuple[Rule, ...] = (
     dangerous_faults,
     assert_faults,
     swallowed_faults,
+    stderr_faults,
     vocabulary_faults,
 )
 
@@ -267,6 +276,7 @@ BROKEN = [
     (swallowed_faults, "try:\n    f()\nexcept ValueError:\n    ..."),
     (swallowed_faults, "try:\n    f()\nexcept:\n    g()"),
     (swallowed_faults, "with suppress(Exception):\n    f()"),
+    (stderr_faults, "click.echo(x, err=True)"),
     (vocabulary_faults, "page_table = 1"),
     (vocabulary_faults, "class SequenceGroup: ..."),
     (vocabulary_faults, "def f(max_seqs): ..."),
@@ -281,6 +291,7 @@ SOUND = [
     (dangerous_faults, "model.eval()\nyaml.safe_load(x)\njson.load(x)\nf(trust_remote_code=False)"),
     (assert_faults, "@triton.jit\ndef kernel(x):\n    assert x > 0"),
     (swallowed_faults, "try:\n    f()\nexcept ValueError:\n    x = None\nwith suppress(FileNotFoundError):\n    g()"),
+    (stderr_faults, "click.echo(x)\ntell(y)"),
     (vocabulary_faults, "from collections.abc import Sequence\nx: Sequence[int] = paged(y)\nz.extend(x)"),
     (length_faults, "@triton.jit\ndef f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES + 1)),
 ]

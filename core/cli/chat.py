@@ -21,7 +21,7 @@ from hookline.cli.conversation import Conversation, Message, load_conversation, 
 from hookline.cli.options import engine_config, engine_options, model_option, sampling_options, sampling_params
 from hookline.cli.prompts import has_chat_template
 from hookline.cli.remote import RemoteServer, check_local_options, read_key, url_options
-from hookline.cli.render import run_figures
+from hookline.cli.render import run_figures, tell
 from hookline.cli.speculation import speculative_options
 from hookline.cli.starting import start_engine
 from hookline.config import EngineConfig
@@ -103,7 +103,7 @@ def _talk(partner: Partner, params: SamplingParams, system: str | None) -> None:
         with suppress(ImportError):
             importlib.import_module("readline")  # line editing in `input`
         context = f", {partner.max_model_len} tokens of context" if partner.max_model_len is not None else ""
-        click.echo(f"{partner.model}{context}. /help lists commands.", err=True)
+        tell(f"{partner.model}{context}. /help lists commands.")
     for line in _lines():
         if not session.take(line):
             break
@@ -159,7 +159,7 @@ def _lines() -> Iterator[str]:
         except EOFError:
             break
         except KeyboardInterrupt:
-            click.echo("\nCtrl-D or /quit quits.", err=True)
+            tell("\nCtrl-D or /quit quits.")
             continue
         if line:
             yield line
@@ -185,9 +185,9 @@ class _Session:
             else:
                 self._command(name, rest.strip())
         except HooklineError as error:
-            click.echo(f"Error: {error}", err=True)
+            tell(f"Error: {error}")
             if isinstance(error, InvalidRequestError) and self._conversation.turns:
-                click.echo("The conversation is as it was before; /reset begins anew.", err=True)
+                tell("The conversation is as it was before; /reset begins anew.")
         return True
 
     def _command(self, name: str, argument: str) -> None:
@@ -196,21 +196,21 @@ class _Session:
         if name == "/system":
             if argument:
                 self._conversation.system = argument
-            click.echo(f"System message: {self._conversation.system or 'none'}", err=True)
+            tell(f"System message: {self._conversation.system or 'none'}")
         elif name == "/reset":
             self._conversation = Conversation(self._conversation.system)
             self._last = None
-            click.echo("The conversation is forgotten.", err=True)
+            tell("The conversation is forgotten.")
         elif name == "/stats":
             self._print_stats()
         elif name == "/save":
             save_conversation(self._conversation, argument)
-            click.echo(f"Written to {argument}.", err=True)
+            tell(f"Written to {argument}.")
         elif name == "/load":
             self._conversation = load_conversation(argument)
-            click.echo(f"{len(self._conversation.turns)} messages are loaded.", err=True)
+            tell(f"{len(self._conversation.turns)} messages are loaded.")
         elif name == "/help":
-            click.echo("\n".join(_COMMANDS.values()), err=True)
+            tell("\n".join(_COMMANDS.values()))
         else:
             near = difflib.get_close_matches(name, _COMMANDS, n=3)
             raise UsageError(
@@ -226,7 +226,7 @@ class _Session:
             with closing(stream_answer(self._partner, self._conversation.asked(text), self._params)) as answer:
                 reports.extend(answer)
         except KeyboardInterrupt:
-            click.echo("(stopped)", err=True)
+            tell("(stopped)")
             stopped = True
         if not reports:
             return
@@ -239,25 +239,25 @@ class _Session:
     def _say_why_it_ended(self, output: RequestOutput) -> None:
         reason = output.outputs[0].finish_reason
         if reason == "error":
-            click.echo("(the answer could not be computed)", err=True)
+            tell("(the answer could not be computed)")
         if reason != "length":
             return
         most = self._partner.max_model_len
         if most is not None and self._context_used(output) >= most:
             full = f"the context of {most} tokens is full"
-            click.echo(f"({full}: /reset begins anew, --max-model-len sets it)", err=True)
+            tell(f"({full}: /reset begins anew, --max-model-len sets it)")
         else:
-            click.echo(f"(cut at --max-tokens {self._params.max_tokens})", err=True)
+            tell(f"(cut at --max-tokens {self._params.max_tokens})")
 
     def _context_used(self, output: RequestOutput) -> int:
         return output.usage.prompt_tokens + output.usage.completion_tokens
 
     def _print_stats(self) -> None:
         if self._last is None:
-            click.echo("No answer yet.", err=True)
+            tell("No answer yet.")
             return
         output, seconds = self._last
-        click.echo(self._partner.figures(output, seconds), err=True)
+        tell(self._partner.figures(output, seconds))
         if used := self._context_used(output):
             most = "" if self._partner.max_model_len is None else f" of {self._partner.max_model_len}"
-            click.echo(f"context      {used}{most} tokens", err=True)
+            tell(f"context      {used}{most} tokens")

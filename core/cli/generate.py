@@ -22,7 +22,7 @@ from hookline.cli.options import (
 from hookline.cli.output_file import check_output
 from hookline.cli.prompt_file import generate_file, json_line, read_lines
 from hookline.cli.prompts import RowReader, as_prompt
-from hookline.cli.render import run_figures
+from hookline.cli.render import run_figures, tell
 from hookline.cli.speculation import speculative_options
 from hookline.cli.starting import start_engine
 from hookline.errors import HooklineError, InvalidRequestError, UsageError
@@ -107,7 +107,7 @@ def generate(
         output = _answer(engine, as_prompt(engine, text, system=system, raw=raw), params, as_json)
         if stats:
             run_seconds = time.monotonic() - ready
-            click.echo(run_figures([output], ready - start, run_seconds, engine.memory_plan), err=True)
+            tell(run_figures([output], ready - start, run_seconds, engine.memory_plan))
     if any(one.finish_reason == "error" for one in output.outputs):
         raise HooklineError(f"the answer could not be computed: {output.error or 'no reason is known'}")
 

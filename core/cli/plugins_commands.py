@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import click
 
+from hookline.cli.render import tell
 from hookline.config import PluginOptions
 from hookline.errors import PluginError
 from hookline.hookspecs import Architecture
@@ -117,4 +118,4 @@ def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def _hint_if_empty(registry: PluginRegistry) -> None:
     if not registry.plugins:
-        click.echo(f"No plugin is installed. {INSTALL_HINT}the architecture of your model's config.json.", err=True)
+        tell(f"No plugin is installed. {INSTALL_HINT}the architecture of your model's config.json.")

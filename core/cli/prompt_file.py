@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from hookline.cli.output_file import is_stream
-from hookline.cli.render import ProgressDisplay, run_figures
+from hookline.cli.render import ProgressDisplay, run_figures, tell
 from hookline.errors import HooklineError, ModelNotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def generate_file(
         for result in run.results(progress):
             click.echo(json_line(result), file=file)
     if run.failed:
-        click.echo(f"{run.failed} of {len(lines)} rows failed; their results have an error.", err=True)
+        tell(f"{run.failed} of {len(lines)} rows failed; their results have an error.")
     if stats_since is not None:
         run_seconds = time.monotonic() - ready
-        click.echo(run_figures(run.outputs, ready - stats_since, run_seconds, engine.memory_plan), err=True)
+        tell(run_figures(run.outputs, ready - stats_since, run_seconds, engine.memory_plan))
     return run.failed
 
 
@@ -160,5 +160,5 @@ def _opened(target: Path | None) -> Iterator[TextIO | None]:
         raise HooklineError(f"{target} cannot be written: {error}") from error
     except BaseException:
         if partial != target:
-            click.echo(f"The results so far are in {partial}.", err=True)
+            tell(f"The results so far are in {partial}.")
         raise

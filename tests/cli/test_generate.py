@@ -311,6 +311,15 @@ def test_a_full_disk_is_said(tiny_llama: Path) -> None:
     assert "No space left on device" in done.stderr
 
 
+def test_figures_that_cannot_be_told_lose_no_answer(tiny_llama: Path) -> None:
+    command = [sys.executable, "-c", "from hookline.cli.main import main; main()", "generate", "-m", str(tiny_llama)]
+    with Path("/dev/full").open("w") as full:
+        options = [*CACHE, "--max-tokens", "2", "--stats", "a"]
+        done = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=full, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+
+
 def test_checkpoints_at_fault(generate: Callable[..., Result], tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "one.txt").write_text("Dear")
