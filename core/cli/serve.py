@@ -19,7 +19,7 @@ from hookline.cli.starting import find_model
 from hookline.config import PluginOptions, expand_home, parse_bytes, read_environment
 from hookline.errors import UsageError
 from hookline.model_store import DEFAULT_MODEL
-from hookline.serving.limits import Limits
+from hookline.serving.limits import Limits, check_limit
 from hookline.serving.server_config import REASONING_FIELDS, ServerConfig
 
 if TYPE_CHECKING:
@@ -222,7 +222,10 @@ def _server_config(model: str, values: Mapping[str, Any], plugins: PluginOptions
 def _limits(values: Mapping[str, Any]) -> Limits:
     """The limits; UsageError, naming the option, if one cannot be what it is."""
     given = {limit.field: values[limit.field] for limit in _LIMITS}
-    return Limits(**given | {"body_bytes": parse_bytes(given["body_bytes"], "--max-body")})
+    given["body_bytes"] = parse_bytes(given["body_bytes"], "--max-body")
+    for limit in _LIMITS:
+        check_limit(limit.field, given[limit.field], limit.option)
+    return Limits(**given)
 
 
 def _read_keys(name: str) -> list[str]:

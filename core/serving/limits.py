@@ -79,10 +79,21 @@ class Limits:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value: object = getattr(self, entry.name)
-            is_seconds = entry.name.endswith("_seconds")
-            right = isinstance(value, int | float) if is_seconds else type(value) is int
-            low: float = 0 if entry.name in _MAY_BE_ZERO else _LEAST_SECONDS if is_seconds else 1
-            if not right or isinstance(value, bool) or not low <= value <= _MOST:  # type: ignore[operator]
-                kind = "a number of seconds" if is_seconds else "a whole number"
-                raise UsageError(f"the limit {entry.name} is {value!r:.80}", hint=f"Give {kind} of at least {low}.")
+            check_limit(entry.name, getattr(self, entry.name), f"the limit {entry.name}")
+
+
+def check_limit(name: str, value: object, told: str) -> None:
+    """Refuses what the limit `name` cannot be.
+
+    Args:
+        told: what the user calls it.
+
+    Raises:
+        UsageError: if it is no number of its kind, or too small.
+    """
+    is_seconds = name.endswith("_seconds")
+    right = isinstance(value, int | float) if is_seconds else type(value) is int
+    low: float = 0 if name in _MAY_BE_ZERO else _LEAST_SECONDS if is_seconds else 1
+    if not right or isinstance(value, bool) or not low <= value <= _MOST:  # type: ignore[operator]
+        kind = "a number of seconds" if is_seconds else "a whole number"
+        raise UsageError(f"{told} is {value!r:.80}", hint=f"Give {kind} of at least {low}.")

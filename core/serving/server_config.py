@@ -19,6 +19,8 @@ REASONING_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reasoning_content": ("reasoning_content",),
     }
 )
+# Of a name or an address as the header `Host` has it, with or without a port.
+_HOST = re.compile(r"[a-zA-Z0-9._-]+(:[0-9]{1,5})?|\[?[0-9a-fA-F:.]+\]?(:[0-9]{1,5})?")
 _PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -72,6 +74,11 @@ class ServerConfig:
                 raise UsageError(
                     "an API key is too short or has characters that a header cannot carry",
                     hint="Give at least 8 printable ASCII characters without spaces.",
+                )
+        for name in self.allowed_hosts:
+            if not _HOST.fullmatch(name):
+                raise UsageError(
+                    f"an allowed host is {name!r:.80}", hint="Give a name or an address, such as chat.example.com."
                 )
         for name in self.served_model_names:
             if not 0 < len(name) <= 256 or not name.isprintable():

@@ -91,7 +91,7 @@ _CASES: Mapping[str, _Case] = {
     "context too long": _Case(2, "max_model_len is 100,000", ("--max-model-len", "100000")),
     "more devices than one": _Case(2, "tensor_parallel_size is 3", ("--tensor-parallel-size", "3")),
     "an option out of range": _Case(2, "'--max-running'", ("--max-running", "0")),
-    "a limit out of range": _Case(2, "the limit n is 0", ("--max-n", "0")),
+    "a limit out of range": _Case(2, "--max-n is 0", ("--max-n", "0")),
     "a key too short": _Case(2, "an API key is too short", environment={"HOOKLINE_API_KEYS": "abc"}),
     "keys that cannot be read": _Case(2, "cannot be read", ("--api-key-file", "/")),
     "no such parser": _Case(2, "no tool parser called 'nobodys'", ("--tool-parser", "nobodys")),
