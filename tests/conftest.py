@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hookline.config import read_environment
-from hookline.model_store import DEFAULT_MODEL, resolve_model
+from hookline.model_store import DEFAULT_MODEL, pull
 from tests.suites.reporting import pytest_terminal_summary as pytest_terminal_summary
 
 if TYPE_CHECKING:
@@ -129,5 +129,4 @@ def tiny_llama(checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default model's file, pulled into the user's cache where it is not there yet."""
-    environment = read_environment()
-    return resolve_model(DEFAULT_MODEL, environment, offline=environment.offline)
+    return pull(DEFAULT_MODEL, read_environment().cache_dir)
